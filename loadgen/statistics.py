@@ -1,0 +1,89 @@
+"""Percentiles, and bootstrap intervals of paired comparisons."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+class Interval(NamedTuple):
+    """An estimate with its bootstrap interval, over `pairs` pairs."""
+
+    estimate: float
+    low: float
+    high: float
+    pairs: int
+
+    def words(self, digits: int = 3) -> str:
+        return f"{self.estimate:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+class Summary(NamedTuple):
+    """A sample in the few figures that latency is told in, all in the sample's unit."""
+
+    n: int
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+    largest: float
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear between order statistics. Raises ValueError for an empty sample."""
+    if not values:
+        raise ValueError("no values to take a percentile of")
+    return float(np.percentile(np.asarray(values, dtype=np.float64), percent))
+
+
+def summarise(values: Sequence[float]) -> Summary | None:
+    """None for an empty sample: an unknown latency is not 0."""
+    if not values:
+        return None
+    sample = np.asarray(values, dtype=np.float64)
+    p50, p95, p99 = (float(value) for value in np.percentile(sample, (50, 95, 99)))
+    return Summary(len(values), float(sample.mean()), p50, p95, p99, float(sample.max()))
+
+
+def ratio_of_pairs(numerators: Floats, denominators: Floats) -> Floats:
+    """Geometric mean of the ratio of each pair, over the last axis: drift that both halves of a pair share cancels."""
+    return np.asarray(np.exp(np.mean(np.log(numerators / denominators), axis=-1)))
+
+
+def difference_of_pairs(left: Floats, right: Floats) -> Floats:
+    """Median of left - right of each pair, over the last axis."""
+    return np.asarray(np.median(left - right, axis=-1))
+
+
+Statistic = Callable[[Floats, Floats], Floats]
+
+
+def paired_bootstrap(
+    left: Sequence[float],
+    right: Sequence[float],
+    statistic: Statistic = ratio_of_pairs,
+    *,
+    confidence: float = 0.95,
+    resamples: int = 4000,
+    seed: int = 0,
+) -> Interval:
+    """Percentile interval of `statistic`, resampling whole pairs; pairs are rounds of an interleaved run.
+
+    left, right: shape (pairs,). One pair has no spread, so its interval is infinite: (-inf, inf).
+    Raises ValueError when the lengths differ, when there are none, or for a ratio of values not positive.
+    """
+    if len(left) != len(right) or not left:
+        raise ValueError(f"pairs wanted: {len(left)} values on the left, {len(right)} on the right")
+    a, b = np.asarray(left, dtype=np.float64), np.asarray(right, dtype=np.float64)
+    if statistic is ratio_of_pairs and (a.min() <= 0 or b.min() <= 0):
+        raise ValueError("a ratio of pairs needs positive values")
+    estimate = float(statistic(a, b))
+    if len(a) == 1:
+        return Interval(estimate, float("-inf"), float("inf"), 1)
+    draws = np.random.default_rng(seed).integers(0, len(a), size=(resamples, len(a)))
+    values = statistic(a[draws], b[draws])
+    low, high = np.percentile(values, (50 * (1 - confidence), 50 * (1 + confidence)))
+    return Interval(estimate, float(low), float(high), len(a))

@@ -1,0 +1,161 @@
+import asyncio
+import json
+import socket
+
+import pytest
+from aiohttp import web
+
+from loadgen.client import Call, OpenAIClient, ServerFault
+from loadgen.null_server import FAULTS
+from loadgen.records import ERRORS, Outcome, RequestRecord
+from tests.loadgen.conftest import serve
+
+MESSAGES = [{"role": "user", "content": "one two three"}]
+
+
+def call(model: str = "null", *, stream: bool, cancel_after_frames: int | None = None, tokens: int = 5) -> Call:
+    body = {"model": model, "messages": MESSAGES, "stream": stream, "max_tokens": tokens}
+    return Call.of(body, cancel_after_frames=cancel_after_frames)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_proper_answer(null_url: str, stream: bool) -> None:
+    async with OpenAIClient(null_url) as client:
+        record = await client.send(call(stream=stream))
+    assert record.outcome is Outcome.OK
+    assert (record.prompt_tokens, record.output_tokens, record.finish_reason) == (3, 5, "length")
+    assert record.mode == "null"
+    assert record.text == " word" * 5
+    assert len(record.frame_ms) == (5 if stream else 0)
+    assert (record.ttft_ms == record.frame_ms[0]) if stream else record.ttft_ms is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "stream", "outcome"),
+    [
+        ("drop", True, Outcome.DROPPED),
+        ("drop", False, Outcome.DROPPED),
+        ("stall", True, Outcome.STALLED),
+        ("stall_midway", True, Outcome.STALLED),
+        ("not_json", True, Outcome.NOT_JSON),
+        ("not_json", False, Outcome.NOT_JSON),
+        ("not_json_frame", True, Outcome.NOT_JSON),
+        ("no_http", True, Outcome.NOT_JSON),
+        ("error_frame", True, Outcome.ERROR_FRAME),
+        ("early_close", True, Outcome.EARLY_CLOSE),
+        ("no_done", True, Outcome.EARLY_CLOSE),
+        ("overloaded", True, Outcome.HTTP_ERROR),
+        ("bare_detail", False, Outcome.HTTP_ERROR),
+    ],
+)
+async def test_every_fault_has_its_name_and_words(null_url: str, fault: str, stream: bool, outcome: Outcome) -> None:
+    async with OpenAIClient(null_url, stall_s=0.3) as client:
+        record = await client.send(call(fault, stream=stream))
+    assert record.outcome is outcome
+    assert outcome in ERRORS
+    assert record.error
+
+
+def test_no_fault_is_left_untried() -> None:
+    tried = next(mark for mark in test_every_fault_has_its_name_and_words.pytestmark)  # type: ignore[attr-defined]
+    assert {case[0] for case in tried.args[1]} == set(FAULTS)
+
+
+async def test_a_slow_stream_ends_at_the_total_limit() -> None:
+    async def drip(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b": still here\n\n")
+            await asyncio.sleep(0.02)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", drip)
+    server = await serve(app)
+    async with OpenAIClient(str(server.make_url("")), total_s=0.2) as client:
+        record = await client.send(call(stream=True))
+    assert record.outcome is Outcome.TIMED_OUT
+    await server.close()
+
+
+async def test_frames_before_a_fault_are_kept(null_url: str) -> None:
+    async with OpenAIClient(null_url) as client:
+        record = await client.send(call("error_frame", stream=True))
+    assert (record.error, record.error_code, len(record.frame_ms)) == ("the engine died", "engine_dead", 2)
+
+
+async def test_the_envelope_of_an_http_error_is_read(null_url: str) -> None:
+    async with OpenAIClient(null_url) as client:
+        record = await client.send(call("overloaded", stream=False))
+    assert (record.status, record.error_code) == (503, "overloaded")
+    assert record.error == "HTTP 503: overloaded"
+
+
+async def test_nobody_listens() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    async with OpenAIClient(f"http://127.0.0.1:{port}") as client:
+        record = await client.send(call(stream=True))
+        assert record.outcome is Outcome.REFUSED
+        with pytest.raises(ServerFault, match=str(port)):
+            await client.get_json("/v1/models")
+
+
+async def test_cancelling_is_no_error(null_url: str) -> None:
+    async with OpenAIClient(null_url) as client:
+        record = await client.send(call("stall_midway", stream=True, cancel_after_frames=2))
+    assert record.outcome is Outcome.CANCELLED
+    assert record.outcome not in ERRORS
+    assert len(record.frame_ms) >= 2
+
+
+async def test_a_cancelled_task_leaves_its_record_marked(null_url: str) -> None:
+    record = RequestRecord()
+    async with OpenAIClient(null_url) as client:
+        task = asyncio.create_task(client.send(call("stall_midway", stream=True), record))
+        while not record.frame_ms:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert record.outcome is Outcome.INTERRUPTED
+
+
+async def test_reset_where_there_is_one(null_url: str) -> None:
+    async with OpenAIClient(null_url) as client:
+        assert await client.reset_prefix_cache() is True
+    bare = await serve(web.Application())
+    async with OpenAIClient(str(bare.make_url(""))) as client:
+        assert await client.reset_prefix_cache() is False
+    await bare.close()
+
+
+async def test_extras_tool_calls_and_lumps() -> None:
+    frames = [
+        {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+        {"choices": [{"delta": {"tool_calls": [{"index": 0}]}}]},
+        {"choices": [{"delta": {"content": "a b c"}, "finish_reason": "stop"}]},
+        {
+            "choices": [],
+            "usage": {"prompt_tokens": 7, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}},
+        },
+        {"modeswitch": {"energy": {"j": 1.5}}},
+    ]
+
+    async def answer(request: web.Request) -> web.Response:
+        assert (await request.json())["stream_options"] == {"include_usage": True}
+        assert request.headers["x-modeswitch-include"] == "energy"
+        assert request.headers["authorization"] == "Bearer key"
+        return web.Response(text="".join(f"data: {json.dumps(frame)}\n\n" for frame in frames) + "data: [DONE]\n\n")
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    server = await serve(app)
+    async with OpenAIClient(str(server.make_url("")), api_key="key", include="energy") as client:
+        record = await client.send(call(stream=True))
+    await server.close()
+    assert record.outcome is Outcome.OK
+    assert len(record.frame_ms) == 2
+    assert (record.cached_tokens, record.output_tokens) == (2, 4)
+    assert record.extras == {"energy": {"j": 1.5}}
