@@ -1,0 +1,232 @@
+"""Everything a user can set, as one validated tree.
+
+`serve_config.yaml` holds a few of these settings under `args`; a preset from `app/presets/` holds the rest, and what
+the user says wins over the preset. Unknown keys are errors: a misspelt setting must not be silently ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from app.modes import CATALOGUE, EngineSpec, Mode, Platform, compose, group_into_engines
+
+PRESETS = ("cpu", "a100-40gb")
+_BYTES_PER_GIB = 2**30
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be served; the message says what to change."""
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=False)
+
+
+class ModelSettings(_Settings):
+    """The one model that all modes serve.
+
+    `reference` is `embedded`, a local folder or a Hugging Face name. `checkpoints` names quantised versions by
+    weights (`int8`, `gptq`, `awq`); what is not named is looked up among the prepared checkpoints.
+    """
+
+    reference: str = "embedded"
+    served_name: str
+    checkpoints: dict[Annotated[str, Field(pattern="^(fp16|int8|gptq|awq)$")], str] = {}
+    draft: str | None = None
+    """Draft model of the speculative modes that use one: a folder or a Hugging Face name."""
+    max_model_len: Annotated[int, Field(gt=0)]
+    frontend: dict[str, Any] = {}
+    """vLLM front-end arguments, such as `tool_call_parser` and `chat_template`."""
+
+
+class ComposedMode(_Settings):
+    """A mode of the user's own: the deltas of catalogue modes, and further vLLM engine arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$")]
+    of: Annotated[tuple[str, ...], Field(min_length=1)]
+    engine_args: dict[str, Any] = {}
+
+
+class EngineSettings(_Settings):
+    """Share and memory of an engine; `engine_args` are vLLM's and win over everything else."""
+
+    num_cpus: Annotated[float, Field(ge=0)] = 0.0
+    num_gpus: Annotated[float, Field(ge=0, le=1)] = 0.0
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+    kv_cache_memory_bytes: Annotated[int, Field(gt=0)] | None = None
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    engine_args: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    max_ongoing_requests: Annotated[int, Field(gt=1)] = 1024
+
+
+class CpuSettings(_Settings):
+    """How an engine's threads use the cores (see the measurement in `presets/cpu.yaml`)."""
+
+    cores: str = "all"
+    """`all`, or a list as vLLM takes it: `0-3` or `0,2`."""
+    reserved_cores: Annotated[int, Field(ge=0)] = 0
+    spin_ms: Annotated[int, Field(ge=0)] = 0
+    """How long an OpenMP thread spins before it sleeps (KMP_BLOCKTIME)."""
+    preload: tuple[str, ...] = ("libtcmalloc_minimal.so.4", "libiomp5.so")
+    """Shared libraries loaded ahead of the engine's; those not found are left out."""
+
+
+class HealthSettings(_Settings):
+    """When a running engine counts as dead. Serve asks every `period_s`; see `app/engines/health.py`."""
+
+    period_s: Annotated[float, Field(gt=0)] = 4.0
+    timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    stalled_after_s: Annotated[float, Field(gt=0)] = 10.0
+    stuck_after_s: Annotated[float, Field(gt=0)] = 300.0
+
+
+class RestartSettings(_Settings):
+    """Pauses between attempts to start an engine: `first_s`, doubled each time, up to `longest_s`."""
+
+    first_s: Annotated[float, Field(gt=0)] = 5.0
+    longest_s: Annotated[float, Field(gt=0)] = 300.0
+
+
+class ControllerSettings(_Settings):
+    """Limits of the ingress."""
+
+    default_mode: str = "fp16"
+    """The mode of `model: auto`, while its engine is ready; then the first ready mode in the order of `modes`."""
+    max_body_bytes: Annotated[int, Field(gt=0)] = 8 * 2**20
+    max_ongoing_requests: Annotated[int, Field(gt=1)] = 2048
+    num_cpus: Annotated[float, Field(ge=0)] = 0.1
+
+
+class DeviceSettings(_Settings):
+    """The device that all engines share. `resource` pins them to one node or GPU through a custom Ray resource."""
+
+    resource: str | None = None
+    lease_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+
+
+class Settings(_Settings):
+    """The whole configuration after the preset is applied."""
+
+    preset: Literal["cpu", "a100-40gb"]
+    platform: Platform
+    model: ModelSettings
+    modes: Annotated[tuple[str | ComposedMode, ...], Field(min_length=1)]
+    share_engines: bool = True
+    home: Path = Field(default_factory=lambda: default_home())
+    engine_defaults: EngineSettings = EngineSettings()
+    engines: dict[str, dict[str, Any]] = {}
+    """Settings of single engines by name, on top of `engine_defaults`."""
+    cpu: CpuSettings = CpuSettings()
+    health: HealthSettings = HealthSettings()
+    restart: RestartSettings = RestartSettings()
+    controller: ControllerSettings = ControllerSettings()
+    device: DeviceSettings = DeviceSettings()
+
+    @cached_property
+    def resolved_modes(self) -> tuple[Mode, ...]:
+        """The modes to serve, in the user's order."""
+        return tuple(_resolve(mode) for mode in self.modes)
+
+    @cached_property
+    def engine_specs(self) -> tuple[EngineSpec, ...]:
+        """The engines these modes need, in start order."""
+        return group_into_engines(self.resolved_modes, self.platform, self.share_engines)
+
+    def engine_settings(self, name: str) -> EngineSettings:
+        """`engine_defaults` with what `engines.<name>` changes."""
+        base = self.engine_defaults.model_dump()
+        return EngineSettings.model_validate(_merge(base, self.engines.get(name, {})))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = {mode.name for mode in self.resolved_modes}
+        engines = {spec.name for spec in self.engine_specs}
+        if self.controller.default_mode not in names:
+            raise ValueError(f"controller.default_mode {self.controller.default_mode!r} is not among the modes")
+        if unknown := set(self.engines) - engines:
+            raise ValueError(f"engines: no engine named {', '.join(sorted(unknown))}; there are {', '.join(engines)}")
+        for spec in self.engine_specs:
+            if spec.draft_model and self.model.draft is None:
+                raise ValueError(f"engine {spec.name!r} speculates with a draft model: set model.draft")
+        self._check_device_fits()
+        return self
+
+    def _check_device_fits(self) -> None:
+        """Refuse, with a table, shares that cannot be had together; nothing has started yet.
+
+        vLLM reads `gpu_memory_utilization` as a fraction of the whole device for each engine, so the sum counts.
+        """
+        each = {spec.name: self.engine_settings(spec.name) for spec in self.engine_specs}
+        shares = sum(settings.num_gpus for settings in each.values())
+        fractions = sum(settings.gpu_memory_utilization or 0.0 for settings in each.values())
+        if shares <= 1 + 1e-9 and fractions <= 1 + 1e-9:
+            return
+        rows = [f"{'engine':<26}{'num_gpus':>9}{'gpu_memory_utilization':>24}{'KV GiB':>9}"]
+        for name, settings in each.items():
+            kv_gib = settings.kv_cache_memory_bytes and settings.kv_cache_memory_bytes / _BYTES_PER_GIB
+            fraction = settings.gpu_memory_utilization
+            rows.append(
+                f"{name:<26}{settings.num_gpus:>9.2f}{'-' if fraction is None else f'{fraction:.2f}':>24}"
+                f"{'-' if kv_gib is None else f'{kv_gib:.2f}':>9}"
+            )
+        rows.append(f"{'sum (at most 1)':<26}{shares:>9.2f}{fractions:>24.2f}")
+        raise ValueError("the engines do not fit on one device:\n" + "\n".join(rows))
+
+
+def load_settings(args: Mapping[str, Any], has_gpu: bool = False) -> Settings:
+    """Settings from the `args` of `serve_config.yaml`, on top of the preset they name (`auto` by default).
+
+    Raises:
+        ConfigError: an unknown preset or key, a value out of range, or engines that do not fit.
+    """
+    chosen = args.get("preset", "auto")
+    if chosen == "auto":
+        chosen = "a100-40gb" if has_gpu else "cpu"
+    if chosen not in PRESETS:
+        raise ConfigError(f"preset {chosen!r} is unknown; there are auto, {', '.join(PRESETS)}")
+    preset = yaml.safe_load(resources.files("app.presets").joinpath(f"{chosen}.yaml").read_text())
+    try:
+        return Settings.model_validate(_merge(preset, {**args, "preset": chosen}))
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("the configuration is not valid:\n" + "\n".join(lines)) from None
+
+
+def default_home() -> Path:
+    """Where checkpoints, caches and logs live: `MODESWITCH_HOME`, or the user's cache folder."""
+    if home := os.environ.get("MODESWITCH_HOME"):
+        return Path(home).expanduser().resolve()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "modeswitch"
+
+
+def _resolve(mode: str | ComposedMode) -> Mode:
+    if isinstance(mode, str):
+        return _catalogued(mode)
+    if mode.name in CATALOGUE:
+        raise ValueError(f"mode {mode.name!r} is in the catalogue; a composed mode needs a name of its own")
+    return compose(mode.name, [_catalogued(part) for part in mode.of], mode.engine_args)
+
+
+def _catalogued(name: str) -> Mode:
+    if name not in CATALOGUE:
+        raise ValueError(f"mode {name!r} is unknown; there are {', '.join(CATALOGUE)}")
+    return CATALOGUE[name]
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `over` on top; mappings merge key by key, anything else is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged

@@ -1,0 +1,99 @@
+"""Reading a request: the few fields that routing needs are checked, the rest passes on untouched.
+
+The engine's vLLM classes validate the full OpenAI body.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from app.controller.errors import ApiError, invalid
+from app.wire import INCLUDABLE, Endpoint
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A parsed request. `model` is trimmed, or None when the client named none."""
+
+    request_id: str
+    endpoint: Endpoint
+    model: str | None
+    stream: bool
+    body: dict[str, Any]
+    include: frozenset[str]
+
+
+async def read_request(request: Request, endpoint: Endpoint, max_body_bytes: int) -> Incoming:
+    """Parse and check a request.
+
+    Raises:
+        ApiError: 400 for what is not JSON or has wrong types, 413 above `max_body_bytes`.
+    """
+    try:
+        body = json.loads(await _read(request, max_body_bytes))
+    except (ValueError, RecursionError):
+        raise invalid("the body is not valid JSON", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise invalid("the body must be a JSON object")
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise invalid("model must be a string", "model")
+    if not isinstance(stream := body.get("stream") or False, bool):
+        raise invalid("stream must be true or false", "stream")
+    _check_prompt(body, endpoint)
+    return Incoming(_request_id(request), endpoint, model and model.strip(), stream, body, _include(request))
+
+
+def _check_prompt(body: dict[str, Any], endpoint: Endpoint) -> None:
+    if endpoint is Endpoint.COMPLETION:
+        if body.get("prompt") is None and body.get("prompt_embeds") is None:
+            raise invalid("prompt is required", "prompt")
+        return
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise invalid("messages must be a list with at least one message", "messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise invalid("each message must be an object with a role", f"messages.{index}")
+
+
+async def _read(request: Request, max_body_bytes: int) -> bytes:
+    """The body, read no further than its limit."""
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > max_body_bytes:
+        raise _too_large(max_body_bytes)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_body_bytes:
+            raise _too_large(max_body_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(max_body_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_body_bytes} bytes", code="request_too_large")
+
+
+def _request_id(request: Request) -> str:
+    """The client's `x-request-id` where it is fit for a header and a log line, else a new one."""
+    given = request.headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _include(request: Request) -> frozenset[str]:
+    """`x-modeswitch-include: mode, timing`."""
+    header = request.headers.get("x-modeswitch-include", "")
+    asked = frozenset(part.strip() for part in header.split(",") if part.strip())
+    if unknown := asked - INCLUDABLE:
+        known = ", ".join(sorted(INCLUDABLE))
+        raise invalid(f"x-modeswitch-include: {', '.join(sorted(unknown))} unknown; there are {known}")
+    return asked

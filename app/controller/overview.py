@@ -1,0 +1,84 @@
+"""`GET /v1/models` and `GET /v1/modes`: what is served, and how it fares."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+from app.controller.choice import Choice
+from app.controller.errors import ApiError
+from app.controller.links import EngineLink
+from app.controller.service import Service
+from app.modes import CATALOGUE
+
+
+def models(service: Service, created_s: int) -> dict[str, Any]:
+    """OpenAI's list of models: the served name, `auto`, and each mode as `<served>:<mode>`."""
+    return {"object": "list", "data": [_model(name, created_s, service) for name in service.table.model_ids]}
+
+
+def model(service: Service, name: str, created_s: int) -> dict[str, Any]:
+    """One entry of that list.
+
+    Raises:
+        ApiError: 404 when there is none of this name.
+    """
+    if name not in service.table.model_ids:
+        known = ", ".join(service.table.model_ids)
+        raise ApiError(404, f"model {name!r} does not exist; there are {known}", code="model_not_found", param="model")
+    return _model(name, created_s, service)
+
+
+async def modes(service: Service) -> dict[str, Any]:
+    """All modes with their engine's state, the engines with load and memory, and the modes this platform lacks."""
+    platform = service.settings.platform
+    return {
+        "object": "list",
+        "data": [_mode(name, choice) for name, choice in service.table.modes.items()],
+        "engines": await asyncio.gather(*(_engine(service, link) for link in service.links)),
+        "not_served": [
+            {"id": mode.name, "paper_name": mode.paper_name, "reason": mode.unsupported.get(platform, "not configured")}
+            for mode in CATALOGUE.values()
+            if mode.name not in service.table.modes
+        ],
+    }
+
+
+def _model(name: str, created_s: int, service: Service) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "modeswitch",
+        "root": service.settings.model.reference,
+        "max_model_len": service.settings.model.max_model_len,
+    }
+
+
+def _mode(name: str, choice: Choice) -> dict[str, Any]:
+    mode, link = choice
+    return {
+        "id": name,
+        "object": "mode",
+        "paper_name": mode.paper_name,
+        "engine": link.name,
+        "state": link.state,
+        "weights": link.spec.weights,
+        "prefix_reuse": mode.prefix_reuse,
+        "lossless": mode.lossless,
+        "engine_delta": dict(link.spec.delta),
+        "alias_of": mode.alias_of,
+        "alias_reason": mode.alias_reason,
+    }
+
+
+async def _engine(service: Service, link: EngineLink) -> dict[str, Any]:
+    status = await link.read_status()
+    return {
+        **(asdict(status) if status else {}),
+        "name": link.name,
+        "state": status.state if status else link.state,
+        "modes": [mode.name for mode in link.spec.modes],
+        "in_flight": link.in_flight,
+    }

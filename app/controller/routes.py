@@ -1,0 +1,89 @@
+"""The HTTP surface, as a Starlette application around a `Service`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from app.controller import overview
+from app.controller.body import read_request
+from app.controller.errors import (
+    ApiError,
+    answer_api_error,
+    answer_http_exception,
+    answer_unexpected,
+)
+from app.controller.service import Service
+from app.controller.streaming import ClientGone, EventStream, unless_gone
+from app.wire import Endpoint
+
+_CLIENT_CLOSED_REQUEST = 499
+
+
+def create_app(service: Service) -> Starlette:
+    """The application; the service must be running in the same event loop."""
+    created_s = int(time.time())
+
+    async def list_models(_: Request) -> Response:
+        return JSONResponse(overview.models(service, created_s))
+
+    async def one_model(request: Request) -> Response:
+        return JSONResponse(overview.model(service, request.path_params["name"], created_s))
+
+    async def list_modes(_: Request) -> Response:
+        return JSONResponse(await overview.modes(service))
+
+    async def alive(_: Request) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def ready(_: Request) -> Response:
+        states = {link.name: link.state for link in service.links}
+        some = any(link.ready for link in service.links)
+        return JSONResponse({"status": "ready" if some else "starting", "engines": states}, 200 if some else 503)
+
+    async def reset_prefix_cache(_: Request) -> Response:
+        return JSONResponse({"reset": await service.reset_prefix_caches()})
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", _generate(service, Endpoint.CHAT), methods=["POST"]),
+            Route("/v1/completions", _generate(service, Endpoint.COMPLETION), methods=["POST"]),
+            Route("/v1/models", list_models),
+            Route("/v1/models/{name:path}", one_model),
+            Route("/v1/modes", list_modes),
+            Route("/health", alive),
+            Route("/health/ready", ready),
+            Route("/admin/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+        ],
+        exception_handlers={
+            ApiError: answer_api_error,
+            HTTPException: answer_http_exception,
+            Exception: answer_unexpected,
+        },
+    )
+
+
+def _generate(service: Service, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    max_body_bytes = service.settings.controller.max_body_bytes
+
+    async def generate(request: Request) -> Response:
+        incoming = await read_request(request, endpoint, max_body_bytes)
+        try:
+            answer = await unless_gone(request.receive, service.answer(incoming))
+        except ClientGone:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        except ApiError as refusal:
+            refusal.headers["x-request-id"] = incoming.request_id
+            raise
+        if answer.frames is not None:
+            return EventStream(answer.frames, answer.headers)
+        assert answer.reply is not None
+        return Response(answer.reply.body, answer.reply.status, answer.headers, media_type="application/json")
+
+    return generate

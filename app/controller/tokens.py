@@ -1,0 +1,143 @@
+"""Counting prompt tokens as the engine will, with the `tokenizers` library and the model's own chat template.
+
+No torch and no transformers: the controller's process stays small. The rendering follows vLLM's Hugging Face
+renderer (`vllm/renderers/hf.py`) for text: parts are joined by line breaks and tool arguments are parsed.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from app.wire import Endpoint
+
+
+class Uncountable(ValueError):
+    """A prompt whose tokens cannot be counted here; the engine decides what it is worth."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks assistant text for training; when serving it only has to be passed through."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class TokenCounter:
+    """Counts for one model, read from its folder: `tokenizer.json`, `tokenizer_config.json`, the chat template."""
+
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        self._special = {
+            key: value["content"] if isinstance(value, dict) else value
+            for key, value in config.items()
+            if key.endswith("_token") and isinstance(value, str | dict)
+        }
+        source = chat_template or _chat_template(folder, config)
+        self._template = _environment().from_string(source) if source else None
+
+    def count(self, endpoint: Endpoint, body: Mapping[str, Any]) -> int:
+        """Prompt tokens of a request, over all its prompts.
+
+        Raises:
+            Uncountable: not text, or the chat template refuses it.
+        """
+        if endpoint is Endpoint.COMPLETION:
+            return self._count_prompt(body.get("prompt"), bool(body.get("add_special_tokens", True)))
+        return len(self.encode(self.render(body), bool(body.get("add_special_tokens", False))))
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def render(self, body: Mapping[str, Any]) -> str:
+        """The prompt text of a chat request."""
+        if self._template is None:
+            raise Uncountable("the model has no chat template")
+        tools = body.get("tools")
+        if body.get("tool_choice") == "none" and not tools:
+            tools = None
+        try:
+            return self._template.render(
+                messages=[_message(message) for message in body["messages"]],
+                tools=tools or None,
+                documents=body.get("documents"),
+                add_generation_prompt=body.get("add_generation_prompt", True),
+                **{**self._special, **(body.get("chat_template_kwargs") or {})},
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise Uncountable(str(error)) from error
+
+    def _count_prompt(self, prompt: Any, add_special_tokens: bool) -> int:
+        match prompt:
+            case str():
+                return len(self.encode(prompt, add_special_tokens))
+            case [int(), *_]:
+                return len(prompt)
+            case [_, *_]:
+                return sum(self._count_prompt(part, add_special_tokens) for part in prompt)
+        raise Uncountable("the prompt is neither text nor token ids")
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text()
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment that chat templates are written for (transformers' `chat_template_utils`)."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda pattern: dt.datetime.now().strftime(pattern)
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as vLLM hands it to the template."""
+    content = message.get("content")
+    if isinstance(content, list):
+        if any(not isinstance(part, dict) or "text" not in part for part in content):
+            raise Uncountable("the message holds more than text")
+        content = "\n".join(part["text"] for part in content)
+    rendered = {**message, "content": content if content is not None else ""}
+    if calls := message.get("tool_calls"):
+        rendered["tool_calls"] = [_tool_call(call) for call in calls]
+    return rendered
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    if isinstance(arguments := function.get("arguments"), str):
+        function["arguments"] = json.loads(arguments) if arguments else {}
+    return {**call, "function": function}

@@ -1,0 +1,160 @@
+"""The device lease: one engine at a time may start on a device.
+
+Engines that start together count each other's memory, and on a small machine they starve each other. The lease is
+granted in order of asking, records the device's free memory before and after, and is taken back when its holder's
+process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from app.config import Settings
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+log = logging.getLogger("ray.serve")
+_LOOK_AT_HOLDER_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that asks for the lease; its start time tells it from a later one with the same id."""
+
+    name: str
+    pid: int
+    created_s: float
+
+    @classmethod
+    def here(cls, name: str) -> Holder:
+        process = psutil.Process()
+        return cls(name, process.pid, process.create_time())
+
+    def alive(self) -> bool:
+        try:
+            return bool(psutil.Process(self.pid).create_time() == self.created_s)
+        except psutil.Error:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Free memory of the device in bytes, or of the host where there is no GPU; None when it cannot be read."""
+
+    free_bytes: int | None
+    total_bytes: int | None
+
+
+class Lease:
+    """The queue itself, without Ray: first come, first served, one holder."""
+
+    def __init__(self) -> None:
+        self._queue: list[Holder] = []
+        self._changed = asyncio.Condition()
+
+    @property
+    def holder(self) -> Holder | None:
+        return self._queue[0] if self._queue else None
+
+    async def acquire(self, holder: Holder) -> None:
+        """Wait for the turn. A holder that asks again keeps its place."""
+        async with self._changed:
+            if holder not in self._queue:
+                self._queue.append(holder)
+            while self._queue[0] != holder:
+                # No event tells of a foreign process's death, so look at the one in front from time to time.
+                try:
+                    await asyncio.wait_for(self._changed.wait(), _LOOK_AT_HOLDER_EVERY_S)
+                except TimeoutError:
+                    self._drop_dead()
+
+    async def release(self, holder: Holder) -> None:
+        """Give it back, or leave the queue; without effect for a stranger."""
+        async with self._changed:
+            if holder in self._queue:
+                self._queue.remove(holder)
+                self._changed.notify_all()
+
+    def _drop_dead(self) -> None:
+        dead = [holder for holder in self._queue if not holder.alive()]
+        if dead:
+            self._queue = [holder for holder in self._queue if holder not in dead]
+            self._changed.notify_all()
+
+
+class Device:
+    """The lease as a Serve deployment of its own: one replica on the device's node."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._platform = settings.platform
+        self._lease = Lease()
+        self._before: dict[Holder, tuple[Reading, float]] = {}
+
+    async def acquire(self, holder: Holder) -> Reading:
+        """Wait for the lease; returns the reading at its start."""
+        await self._lease.acquire(holder)
+        reading = self.read()
+        self._before[holder] = (reading, time.monotonic())
+        return reading
+
+    async def release(self, holder: Holder) -> Reading:
+        """Give the lease back; returns the reading at its end and logs what changed."""
+        await self._lease.release(holder)
+        after = self.read()
+        if (begun := self._before.pop(holder, None)) and begun[0].free_bytes and after.free_bytes:
+            taken = (begun[0].free_bytes - after.free_bytes) / 2**30
+            log.info("%s held the device for %.1f s and took %.2f GiB", holder.name, time.monotonic() - begun[1], taken)
+        return after
+
+    def read(self) -> Reading:
+        """Free memory now. On a GPU through NVML, which needs no CUDA context."""
+        if self._platform == "cpu":
+            memory = psutil.virtual_memory()
+            return Reading(memory.available, memory.total)
+        return _read_nvml()
+
+
+def _read_nvml() -> Reading:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(_visible_gpu_uuid()))
+            return Reading(int(memory.free), int(memory.total))
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        log.warning("NVML cannot be read: %s", error)
+        return Reading(None, None)
+
+
+def _visible_gpu_uuid() -> str:
+    """The GPU by UUID: NVML's numbers are not CUDA's."""
+    import os
+
+    import pynvml
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    if visible.startswith("GPU-"):
+        return visible
+    handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible) if visible.isdigit() else 0)
+    return str(pynvml.nvmlDeviceGetUUID(handle))
+
+
+@asynccontextmanager
+async def leased(device: DeploymentHandle, holder: Holder) -> AsyncIterator[Any]:
+    """`async with leased(device, Holder.here("fp16")):` around a start."""
+    try:
+        yield await device.acquire.remote(holder)
+    finally:
+        await device.release.remote(holder)

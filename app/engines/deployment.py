@@ -1,0 +1,256 @@
+"""The Serve deployment that carries one engine: its life, its requests, its health."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from app.config import Settings
+from app.device import Holder, leased
+from app.engines import health
+from app.engines.environment import UNSET, engine_environment
+from app.engines.outbox import Outbox, Stream
+from app.engines.processes import MARKER, EngineProcesses, kill_marked, start_reaper
+from app.engines.starting import model_path, output_to, root_cause, vllm_args
+from app.modes import EngineSpec
+from app.wire import Call, ChannelMessage, EngineState, EngineStatus, Reply, Started
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+    from app.engines.llm import LLM
+
+log = logging.getLogger("ray.serve")
+_STATUS_EVERY_S = 0.5
+_HEARTBEAT_EVERY_S = 5.0
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine cannot take this request (not ready, or it died under it); another one may."""
+
+
+class Engine:
+    """One engine. The constructor only remembers; the engine starts in the background under the device lease.
+
+    Serve gives up on an application whose constructors fail a few times. Here a failed start leaves the deployment
+    alive in the state `failed`, with the root cause, and is tried again after a pause.
+    """
+
+    def __init__(self, spec: EngineSpec, settings: Settings, device: DeploymentHandle) -> None:
+        self._spec = spec
+        self._settings = settings
+        self._device = device
+        self._log_path = settings.home / "logs" / f"{spec.name}.log"
+        self._status = EngineStatus(spec.name, EngineState.QUEUED, os.getpid())
+        self._outbox = Outbox()
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        self._reader: object = None
+        self._reaper: object = None
+        self._llm: LLM | None = None
+        self._processes: EngineProcesses | None = None
+        self._progress: health.Progress | None = None
+        # Serve constructs inside the replica's event loop.
+        self._life = asyncio.get_running_loop().create_task(self._live())
+
+    # Life -------------------------------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        """Start, again and again until it succeeds; then report for as long as the replica lives."""
+        pause_s = self._settings.restart.first_s
+        while not await self._start():
+            self._set(retry_in_s=pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._settings.restart.longest_s)
+        await self._report()
+
+    async def _start(self) -> bool:
+        self._set(state=EngineState.QUEUED, reason="waiting for the device", retry_in_s=None)
+        marker = uuid.uuid4().hex
+        try:
+            async with leased(self._device, Holder.here(self._spec.name)):
+                self._set(state=EngineState.STARTING, reason=None)
+                begun_s = time.monotonic()
+                await self._load(marker)
+            self._set(state=EngineState.READY, started_in_s=round(time.monotonic() - begun_s, 1))
+            log.info("engine %s is ready after %.1f s", self._spec.name, self._status.started_in_s)
+            return True
+        except Exception as error:
+            kill_marked(marker, spare=os.getpid())
+            reason = str(error) or type(error).__name__
+            self._set(state=EngineState.FAILED, reason=reason)
+            log.error("engine %s did not start: %s", self._spec.name, reason)
+            return False
+
+    async def _load(self, marker: str) -> None:
+        path = await asyncio.to_thread(model_path, self._spec, self._settings)
+        for name in UNSET:
+            os.environ.pop(name, None)
+        env = engine_environment(self._settings, self._spec.name)
+        os.environ.update(env, **{MARKER: marker})
+        self._reaper = start_reaper(marker)
+        args = {"model": path, **vllm_args(self._spec, self._settings)}
+        self._set(engine_args=args, env=env)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        since_byte = self._log_path.stat().st_size if self._log_path.exists() else 0
+        with output_to(self._log_path):
+            try:
+                # In a thread: importing and loading take half a minute, and Serve wants an answer meanwhile.
+                llm: LLM = await asyncio.to_thread(_load_llm, self._spec.name, args)
+                await llm.connect(self._settings.model.frontend)
+                effective = await llm.effective()
+            except Exception as error:
+                raise EngineUnavailable(root_cause(error, self._log_path, since_byte)) from error
+        self._llm = llm
+        self._processes = EngineProcesses(marker)
+        self._set(process_ids=self._processes.ids, effective=effective)
+
+    def _set(self, **changes: Any) -> None:
+        self._status = replace(self._status, **changes)
+        self._outbox.announce(self._status)
+
+    async def _report(self) -> None:
+        """Push the load while steps are taken, and a sign of life when none are."""
+        assert self._llm is not None
+        counters = self._llm.counters
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(counters.stepped.wait(), _HEARTBEAT_EVERY_S)
+            counters.stepped.clear()
+            self._set(**self._load_now())
+            await asyncio.sleep(_STATUS_EVERY_S)
+
+    def _load_now(self) -> dict[str, Any]:
+        assert self._llm is not None
+        counters = self._llm.counters
+        return {
+            "running": counters.running,
+            "waiting": counters.waiting,
+            "kv_cache_usage": counters.kv_cache_usage,
+            "steps": counters.steps,
+            "prompt_tokens": counters.prompt_tokens,
+            "generation_tokens": counters.generation_tokens,
+            "prefix_queries_tokens": counters.prefix_queries_tokens,
+            "prefix_hits_tokens": counters.prefix_hits_tokens,
+            "draft_tokens": counters.draft_tokens,
+            "accepted_tokens": counters.accepted_tokens,
+            "preemptions": counters.preemptions,
+        }
+
+    # Requests ---------------------------------------------------------------------------------------------------
+
+    async def start(self, call: Call) -> Reply | Started:
+        """Begin a request: the whole reply, or a stream's first frames. Cancelling this aborts the request.
+
+        Raises:
+            EngineUnavailable: not ready, or died; nothing was sent, so the caller may try another engine.
+        """
+        if self._llm is None:
+            raise EngineUnavailable(f"engine {self._spec.name} is {self._status.state}")
+        try:
+            answer = await self._llm.respond(call)
+        except Exception as error:
+            if self._llm.dead:
+                raise EngineUnavailable(f"engine {self._spec.name} died") from error
+            raise
+        if isinstance(answer, Reply):
+            return answer
+        return await self._begin_stream(call.key, answer)
+
+    async def _begin_stream(self, key: str, frames: AsyncGenerator[str, None]) -> Started:
+        stream = Stream(key)
+        self._streams[key] = asyncio.create_task(self._pump(stream, frames))
+        try:
+            await stream.ready.wait()
+        except asyncio.CancelledError:
+            self._abort(key)
+            raise
+        if self._llm is None or self._llm.dead:
+            self._abort(key)
+            raise EngineUnavailable(f"engine {self._spec.name} died")
+        return self._outbox.begin(stream)
+
+    async def _pump(self, stream: Stream, frames: AsyncGenerator[str, None]) -> None:
+        """Move frames from vLLM's generator to the outbox; closing the generator aborts the request."""
+        try:
+            async for frame in frames:
+                self._outbox.put(stream, frame)
+            self._outbox.put(stream, "", last=True)
+        finally:
+            await frames.aclose()
+            self._streams.pop(stream.key, None)
+
+    def _abort(self, key: str) -> None:
+        if task := self._streams.pop(key, None):
+            task.cancel()
+        self._outbox.drop(key)
+
+    async def abort(self, key: str) -> None:
+        """Stop a stream that nobody reads any more; without effect when it has ended."""
+        self._abort(key)
+
+    async def channel(self) -> AsyncIterator[ChannelMessage]:
+        """All frames and status news, for the one controller. A new call takes over; streams of the old one end."""
+        me = self._reader = object()
+        for key in list(self._streams):
+            self._abort(key)
+        self._outbox.announce(self._status)
+        try:
+            async for message in self._outbox.messages():
+                if self._reader is not me:
+                    return
+                yield message
+        finally:
+            if self._reader is me:
+                for key in list(self._streams):
+                    self._abort(key)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False when the engine is not ready or the cache is in use."""
+        return self._llm is not None and await self._llm.reset_prefix_cache()
+
+    async def status(self) -> EngineStatus:
+        """The status now, with memory read for this call."""
+        if self._llm is None or self._processes is None:
+            return self._status
+        resident, peak = await asyncio.to_thread(self._processes.memory_bytes)
+        changes = {**self._load_now(), "resident_bytes": resident}
+        if self._settings.platform == "cpu":
+            return replace(self._status, **changes, peak_memory_bytes=peak, memory_method="resident_set")
+        device_peak = (await self._llm.effective())["allocator_peak_bytes"]
+        return replace(self._status, **changes, peak_memory_bytes=device_peak, memory_method="device_allocator")
+
+    # Health -----------------------------------------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Called by Serve; raising gets the replica replaced. An engine that never was ready is not unhealthy."""
+        if self._llm is None or self._processes is None:
+            return
+        vitals, now_s, limits = self._processes.vitals(), time.monotonic(), self._settings.health
+        self._progress = health.observe(self._progress, now_s, self._llm.counters.steps, self._llm.has_work, vitals)
+        why = health.failure(self._progress, now_s, vitals, limits.stalled_after_s, limits.stuck_after_s)
+        if why is None and self._llm.dead:
+            why = "the engine core died"
+        if why is not None:
+            log.error("engine %s is replaced: %s", self._spec.name, why)
+            self._set(state=EngineState.FAILED, reason=why)
+            # Stopped processes do not end by being asked, and the next engine needs their memory.
+            kill_marked(os.environ[MARKER], spare=os.getpid())
+            raise EngineUnavailable(why)
+
+    def __del__(self) -> None:
+        if marker := os.environ.get(MARKER):
+            kill_marked(marker, spare=os.getpid())
+
+
+def _load_llm(name: str, args: dict[str, Any]) -> LLM:
+    # Imported here: torch and vLLM take seconds, and must find the engine's environment already set.
+    module = importlib.import_module("app.engines.llm")
+    return module.LLM.load(name, args)  # type: ignore[no-any-return]

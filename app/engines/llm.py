@@ -1,0 +1,225 @@
+"""One vLLM engine and its OpenAI front end, embedded in this process (`vllm.v1.engine.async_llm.AsyncLLM`).
+
+This is the only file that speaks vLLM's Python interface. vLLM's own classes validate the request body and write the
+answer; nothing here knows OpenAI's fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from argparse import Namespace
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.datastructures import State
+from vllm import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMClientError
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from app.engines.extras import extra_chunk, extra_object
+from app.wire import Call, Endpoint, Reply
+
+_DONE = "data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the engine's step loop tells of itself; written by vLLM once a step, read by the deployment."""
+
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    preemptions: int = 0
+    stepped: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def _counting(counters: Counters) -> type[StatLoggerBase]:
+    """A vLLM stat logger class that writes into `counters`; its `record` is called once per engine step."""
+
+    class CountSteps(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0):  # type: ignore[no-untyped-def]
+            counters.steps += 1
+            if scheduler_stats is not None:
+                counters.running = scheduler_stats.num_running_reqs
+                counters.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+                counters.kv_cache_usage = scheduler_stats.kv_cache_usage
+                if prefix := scheduler_stats.prefix_cache_stats:
+                    counters.prefix_queries_tokens += prefix.queries
+                    counters.prefix_hits_tokens += prefix.hits
+                if drafts := scheduler_stats.spec_decoding_stats:
+                    counters.draft_tokens += drafts.num_draft_tokens
+                    counters.accepted_tokens += drafts.num_accepted_tokens
+            if iteration_stats is not None:
+                counters.prompt_tokens += iteration_stats.num_prompt_tokens
+                counters.generation_tokens += iteration_stats.num_generation_tokens
+                counters.preemptions += iteration_stats.num_preempted_reqs
+            counters.stepped.set()
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return CountSteps
+
+
+class LLM:
+    """A running engine. Build it with `load` in a thread, then `connect` in the event loop that will use it."""
+
+    def __init__(self, engine: AsyncLLM, args: AsyncEngineArgs, name: str) -> None:
+        self._engine = engine
+        self._args = args
+        self._name = name
+        self._state = State()
+        self.counters = Counters()
+
+    @classmethod
+    def load(cls, name: str, engine_args: dict[str, Any]) -> LLM:
+        """Start the engine's processes and load the weights; blocks for as long as that takes.
+
+        Raises:
+            Exception: whatever vLLM raises; the root cause is often only in its log.
+        """
+        args = AsyncEngineArgs(**engine_args)
+        counters = Counters()
+        engine = AsyncLLM.from_engine_args(args, stat_loggers=[_counting(counters)])
+        llm = cls(engine, args, name)
+        llm.counters = counters
+        return llm
+
+    async def connect(self, frontend: dict[str, Any]) -> None:
+        """Set up vLLM's OpenAI classes. `frontend` are fields of vLLM's `FrontendArgs`."""
+        namespace = Namespace(**{**vars(FrontendArgs()), **vars(self._args), **frontend})
+        tasks = await self._engine.get_supported_tasks()
+        await init_app_state(self._engine, self._state, namespace, supported_tasks=tasks)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._engine.get_num_unfinished_requests())
+
+    @property
+    def dead(self) -> bool:
+        return bool(self._engine.errored)
+
+    async def respond(self, call: Call) -> Reply | AsyncGenerator[str, None]:
+        """Answer a request: a whole reply, or a generator of server-sent events that ends with `[DONE]`.
+
+        Closing the generator, or cancelling this call, aborts the request in the engine. Every fault of the request
+        is a `Reply` in OpenAI's error envelope.
+
+        Raises:
+            EngineDeadError: the engine died; another one may still answer.
+        """
+        begun_s = time.monotonic()
+        try:
+            match call.endpoint:
+                case Endpoint.CHAT:
+                    chat = ChatCompletionRequest.model_validate(call.body)
+                    answer = await self._state.openai_serving_chat.create_chat_completion(chat)
+                case Endpoint.COMPLETION:
+                    completion = CompletionRequest.model_validate(call.body)
+                    answer = await self._state.openai_serving_completion.create_completion(completion)
+        except ValidationError as error:
+            return _invalid(error)
+        except EngineDeadError:
+            raise
+        except (VLLMClientError, ValueError, TypeError, OverflowError, NotImplementedError) as error:
+            return error_reply(400, str(error), param=getattr(error, "parameter", None))
+        except Exception as error:
+            if self.dead:
+                raise EngineDeadError from error
+            if isinstance(status := getattr(error, "status_code", None), int):
+                return error_reply(status, str(error))
+            raise
+        if isinstance(answer, ErrorResponse):
+            fault = answer.error
+            if self.dead:
+                raise EngineDeadError(fault.message)
+            return error_reply(fault.code, fault.message, fault.param)
+        if isinstance(answer, AsyncGenerator):
+            return _with_extras(answer, call, self._name, begun_s) if call.include else answer
+        if call.include:
+            body = answer.model_dump()
+            body["modeswitch"] = extra_object(call, self._name, begun_s)
+            return Reply(200, json.dumps(body).encode())
+        return Reply(200, answer.model_dump_json().encode())
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False while requests still use them."""
+        return bool(await self._engine.reset_prefix_cache())
+
+    async def effective(self) -> dict[str, Any]:
+        """Settings read back from the running engine and its worker."""
+        config = self._engine.vllm_config
+        speculation = config.speculative_config
+        (worker, *_) = await self._engine.collective_rpc("modeswitch_report")
+        return {
+            "dtype": str(config.model_config.dtype),
+            "quantization": config.model_config.quantization,
+            "enforce_eager": config.model_config.enforce_eager,
+            "compilation_mode": str(config.compilation_config.mode),
+            "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+            "cache_dtype": config.cache_config.cache_dtype,
+            "block_size": config.cache_config.block_size,
+            "kv_cache_tokens": (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
+            "enable_chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "speculation": speculation and {"method": speculation.method, "tokens": speculation.num_speculative_tokens},
+            **worker,
+        }
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        self._engine.shutdown(timeout=5.0)
+
+
+def error_reply(status: int, message: str, param: str | None = None, code: str | None = None) -> Reply:
+    """A fault in OpenAI's error envelope."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if code is None and "maximum context length" in message:
+        code = "context_length_exceeded"
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return Reply(status, json.dumps(body).encode())
+
+
+def _invalid(error: ValidationError) -> Reply:
+    """The first fault pydantic found, named by its place in the body."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "constrained-")))
+    message = f"{place}: {first['msg']}" if place else str(first["msg"])
+    return error_reply(400, message, param=place or None)
+
+
+async def _with_extras(
+    frames: AsyncGenerator[str, None], call: Call, engine: str, begun_s: float
+) -> AsyncGenerator[str, None]:
+    """The same frames, with one more before `[DONE]`."""
+    first_s: float | None = None
+    try:
+        async for frame in frames:
+            first_s = first_s or time.monotonic()
+            if frame == _DONE:
+                yield extra_chunk(call, engine, begun_s, first_s)
+            yield frame
+    finally:
+        await frames.aclose()

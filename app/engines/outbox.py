@@ -1,0 +1,74 @@
+"""Frames on their way to the controller: held until a stream has begun, then sent together, as they become ready."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from app.wire import ChannelMessage, EngineStatus, Frames, Started
+
+
+class Stream:
+    """One streamed answer, from the first frame to the last. Owned by the event loop it runs in."""
+
+    __slots__ = ("begun", "ended", "key", "parts", "ready")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.parts: list[str] = []
+        self.ready = asyncio.Event()
+        self.begun = False
+        """Whether `start` has answered; until then its frames are not for the channel."""
+        self.ended = False
+
+
+class Outbox:
+    """Collects the frames of all streams; one reader takes what is there, so nothing waits for a timer."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, list[str]] = {}
+        self._last: set[str] = set()
+        self._status: EngineStatus | None = None
+        self._news = asyncio.Event()
+
+    def put(self, stream: Stream, text: str, last: bool = False) -> None:
+        """Add a frame of a stream; `last` closes it (the text may then be empty)."""
+        if not stream.begun:
+            stream.parts.append(text)
+            stream.ended = last
+            stream.ready.set()
+            return
+        self._pending.setdefault(stream.key, []).append(text)
+        if last:
+            self._last.add(stream.key)
+        self._news.set()
+
+    def begin(self, stream: Stream) -> Started:
+        """The frames so far, for `start` to answer with; later ones go to the channel."""
+        stream.begun = True
+        started = Started("".join(stream.parts), stream.ended)
+        stream.parts.clear()
+        return started
+
+    def announce(self, status: EngineStatus) -> None:
+        """Send this status with the next message; a newer one replaces it."""
+        self._status = status
+        self._news.set()
+
+    def drop(self, key: str) -> None:
+        """Forget what was not sent of an aborted stream."""
+        self._pending.pop(key, None)
+        self._last.discard(key)
+
+    async def messages(self) -> AsyncIterator[ChannelMessage]:
+        """Messages for the one reader, for ever."""
+        while True:
+            await self._news.wait()
+            # All requests of one engine step become ready in the same turn of the loop: let them all get here first.
+            await asyncio.sleep(0)
+            self._news.clear()
+            pending, last, status = self._pending, self._last, self._status
+            self._pending, self._last, self._status = {}, set(), None
+            frames = tuple(Frames(key, "".join(texts), key in last) for key, texts in pending.items())
+            if frames or status:
+                yield ChannelMessage(frames, status)
