@@ -178,8 +178,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command("null-server")
     def null_server(
-        port: int = typer.Option(8999, help="Port on 127.0.0.1."),
+        port: int = typer.Option(8999, help="Port to listen on."),
+        host: str = typer.Option("127.0.0.1", help="Address to listen on."),
         tokens_per_s: float = typer.Option(0.0, help="Pace of each stream; 0 sends all at once."),
     ) -> None:
         """Serve OpenAI requests without a model, to see what the client alone can do. Faults by model name."""
-        web.run_app(make_app(tokens_per_s), host="127.0.0.1", port=port, access_log=None)
+        web.run_app(make_app(tokens_per_s), host=host, port=port, access_log=None)

@@ -1,8 +1,13 @@
+import asyncio
+import json
+import subprocess
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from loadgen.null_server import make_app
 
@@ -19,3 +24,32 @@ async def null_url() -> AsyncIterator[str]:
     server = await serve(make_app(stall_s=30.0))
     yield str(server.make_url("/")).rstrip("/")
     await server.close()
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that cuts at blanks and punctuation, and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    return folder
+
+
+async def lines_in(path: Path, wanted: int) -> None:
+    """Waits until a file has that many lines; the test's time limit is the only one."""
+    while not path.exists() or path.read_bytes().count(b"\n") < wanted:  # noqa: ASYNC110, ASYNC240
+        await asyncio.sleep(0.05)
+
+
+async def finished(process: "subprocess.Popen[str]") -> str:
+    """All that a process says until its end."""
+    words, _ = await asyncio.to_thread(process.communicate, None, 60)
+    return str(words)
