@@ -99,9 +99,11 @@ def stop_group(process: subprocess.Popen[bytes], *, grace_s: float = 20.0) -> No
         if not alive:
             break
     # Children may have started others while they were ending, and may have left the group: look again.
-    for member in {*alive, *tree(item.pid for item in members)}:
+    left = {*alive, *tree(item.pid for item in members)}
+    for member in left:
         try:
             member.kill()
         except _GONE:
             continue
     process.wait()
+    psutil.wait_procs(list(left), timeout=grace_s)
