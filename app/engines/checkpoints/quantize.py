@@ -1,0 +1,134 @@
+"""Quantizes a dense checkpoint; run as a script by the quantizing environment's own Python.
+
+It imports nothing of this project: that environment pins another transformers than the one that serves.
+`python -P quantize.py DENSE OUT SCHEME CALIBRATION`, where CALIBRATION is a JSON list of conversations in OpenAI's
+message form. A conversation that ends with a question is answered by the dense model before it is used.
+"""
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+SAMPLE_TOKENS = 512
+ANSWER_TOKENS = 192
+ANSWER_BATCH = 32
+# The head stays dense: it decides every token, and in small models it shares its weights with the embedding.
+DENSE_LAYERS = ["lm_head"]
+# Group 64, because vLLM's CPU kernel takes 32, 64, 128 or whole rows and small models' widths (576) are no multiple
+# of 128; symmetric and without act-order, because that kernel takes nothing else.
+W4A16 = QuantizationScheme(
+    targets=["Linear"],
+    weights=QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=64),
+)
+
+
+def modifiers(scheme: str) -> list[Modifier]:
+    if scheme == "int8":
+        # Plain rounding, with activations scaled token by token at run time: it needs no calibration.
+        return [QuantizationModifier(targets="Linear", scheme="W8A8", ignore=DENSE_LAYERS)]
+    groups = {"group_0": W4A16}
+    if scheme == "gptq":
+        return [GPTQModifier(config_groups=groups, ignore=DENSE_LAYERS)]
+    if scheme == "awq":
+        return [AWQModifier(), QuantizationModifier(config_groups=groups, ignore=DENSE_LAYERS)]
+    raise ValueError(f"unknown scheme: {scheme}")
+
+
+def calibration_set(conversations: list[list[dict[str, str]]], model: Any, tokenizer: Any) -> Dataset:
+    """Return one sample of at most SAMPLE_TOKENS tokens for each conversation, through the model's chat template."""
+    questions = [talk for talk in conversations if talk[-1]["role"] == "user"]
+    talks = [talk for talk in conversations if talk[-1]["role"] != "user"]
+    samples = [tokenizer(rendered(talk, tokenizer, False), add_special_tokens=False).input_ids for talk in talks]
+    samples += answered([rendered(talk, tokenizer, True) for talk in questions], model, tokenizer)
+    samples = [tokens[:SAMPLE_TOKENS] for tokens in samples]
+    return Dataset.from_dict({"input_ids": samples, "attention_mask": [[1] * len(tokens) for tokens in samples]})
+
+
+def rendered(talk: list[dict[str, str]], tokenizer: Any, to_answer: bool) -> str:
+    """Return the text of a conversation; a base model without a chat template gets its bare content."""
+    if tokenizer.chat_template is None:
+        return "\n\n".join(message["content"] for message in talk)
+    text: str = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=to_answer)
+    return text
+
+
+def answered(prompts: list[str], model: Any, tokenizer: Any) -> list[list[int]]:
+    """Return the tokens of each prompt with the model's own answer behind it."""
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    samples: list[list[int]] = []
+    for start in range(0, len(prompts), ANSWER_BATCH):
+        batch = tokenizer(
+            prompts[start : start + ANSWER_BATCH], return_tensors="pt", padding=True, add_special_tokens=False
+        )
+        with torch.inference_mode():
+            rows = model.generate(
+                **batch, max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            )
+        prompt_tokens = batch.input_ids.shape[1]
+        for row, mask in zip(rows.tolist(), batch.attention_mask.tolist(), strict=True):
+            answer = row[prompt_tokens:]
+            if tokenizer.eos_token_id in answer:
+                answer = answer[: answer.index(tokenizer.eos_token_id) + 1]
+            samples.append(row[prompt_tokens - sum(mask) : prompt_tokens] + answer)
+    return samples
+
+
+def to_16_bit(model: Any, dtype: torch.dtype) -> None:
+    """Bring what was not quantized back to `dtype`; scales and weights still to be packed keep their 32 bits."""
+    for module in model.modules():
+        if not hasattr(module, "weight_scale"):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+
+
+def main(dense: Path, out: Path, scheme: str, calibration: Path) -> None:
+    published = AutoConfig.from_pretrained(dense).dtype
+    # In 32 bits: rounding errors are then those of the scheme alone, and a CPU without 16-bit arithmetic is 8 times
+    # as fast.
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    recipe = modifiers(scheme)
+    if scheme == "int8":
+        oneshot(model=model, recipe=recipe)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(dense)
+        data = calibration_set(json.loads(calibration.read_text(encoding="utf-8")), model, tokenizer)
+        oneshot(
+            model=model,
+            recipe=recipe,
+            dataset=data,
+            max_seq_length=SAMPLE_TOKENS,
+            num_calibration_samples=len(data),
+            shuffle_calibration_samples=False,
+        )
+    to_16_bit(model, torch.float16 if published == torch.float16 else torch.bfloat16)
+    model.save_pretrained(out, save_compressed=True)
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it ends, even by SIGKILL: the pipe to our stdin closes then."""
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
