@@ -84,7 +84,7 @@ def _too_large(max_body_bytes: int) -> ApiError:
 
 
 def _request_id(request: Request) -> str:
-    """The client's `x-request-id` where it is fit for a header and a log line, else a new one."""
+    """The client's `x-request-id` where it is fit for a log line, else a new one. Serve itself echoes the header."""
     given = request.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 

@@ -78,9 +78,6 @@ def _generate(service: Service, endpoint: Endpoint) -> Callable[[Request], Await
             answer = await unless_gone(request.receive, service.answer(incoming))
         except ClientGone:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        except ApiError as refusal:
-            refusal.headers["x-request-id"] = incoming.request_id
-            raise
         if answer.frames is not None:
             return EventStream(answer.frames, answer.headers)
         assert answer.reply is not None

@@ -109,7 +109,6 @@ class Service:
 
 def _headers(incoming: Incoming, choice: Choice, prompt_tokens: int | None) -> dict[str, str]:
     headers = {
-        "x-request-id": incoming.request_id,
         "x-modeswitch-mode": choice.mode.name,
         "x-modeswitch-engine": choice.link.name,
     }

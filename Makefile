@@ -1,0 +1,38 @@
+# Needs Python 3.11. `make serve` and `make test` set up what is missing and skip what is done.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+REQUIREMENTS := $(wildcard requirements/cpu.txt requirements/loadgen.txt requirements/dev.txt)
+
+.PHONY: setup serve test unit lint clean
+
+setup: $(VENV)/.installed
+	@$(BIN)/python -m app.engines.prepare
+
+serve: setup
+	@exec $(BIN)/python -m app.launch serve_config.yaml
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+unit: $(VENV)/.installed lint
+	$(BIN)/python -m pytest -m "not engine"
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# --no-deps: the list is complete, and resolving would add torchvision, whose build does not match this torch and
+# breaks the import of every text model. The last step shows that models import.
+$(VENV)/.installed: $(REQUIREMENTS) pyproject.toml
+	@date +"%T creating the environment in $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(addprefix -r ,$(REQUIREMENTS))
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -c "import transformers.models.llama, vllm, ray.serve"
+	@touch $@
+	@date +"%T environment ready"
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,128 @@
+"""A deployment handle played in this process, so that the controller is tested without Ray and without engines."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+
+import pytest
+
+from app.config import load_settings
+from app.controller.links import EngineLink
+from app.controller.service import Service
+from app.wire import ChannelMessage, EngineState, EngineStatus, Frames, Reply, Started
+
+
+@dataclass
+class PlayedEngine:
+    """Stands where Serve's `DeploymentHandle` stands; a test scripts what it answers."""
+
+    name: str
+    outbox: asyncio.Queue = field(default_factory=asyncio.Queue)
+    calls: list = field(default_factory=list)
+    aborted: list = field(default_factory=list)
+    cancelled: list = field(default_factory=list)
+    answer: object = None
+
+    def options(self, **_):
+        return self
+
+    def __getattr__(self, method):
+        if method in ("start", "abort", "channel", "status", "reset_prefix_cache"):
+            return _Method(self, method)
+        raise AttributeError(method)
+
+    def say(self, *frames, state=None):
+        status = state and EngineStatus(self.name, state, pid=1)
+        self.outbox.put_nowait(ChannelMessage(frames, status))
+
+    def break_channel(self):
+        self.outbox.put_nowait(ConnectionError("replica died"))
+
+
+class _Method:
+    def __init__(self, engine, name):
+        self.engine, self.name = engine, name
+
+    def remote(self, *args):
+        return getattr(self, f"_{self.name}")(*args)
+
+    def _start(self, call):
+        self.engine.calls.append(call)
+        return _Response(self.engine, call)
+
+    def _abort(self, key):
+        self.engine.aborted.append(key)
+
+    async def _channel(self):
+        while True:
+            item = await self.engine.outbox.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    async def _reset_prefix_cache(self):
+        return True
+
+    async def _status(self):
+        return EngineStatus(self.engine.name, EngineState.READY, pid=1, resident_bytes=5)
+
+
+class _Response:
+    def __init__(self, engine, call):
+        self.engine, self.call = engine, call
+
+    def __await__(self):
+        answer = self.engine.answer
+        if callable(answer):
+            answer = answer(self.call)
+        if asyncio.iscoroutine(answer):
+            return answer.__await__()
+        return self._result(answer).__await__()
+
+    async def _result(self, answer):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def cancel(self):
+        self.engine.cancelled.append(self.call.key)
+
+
+class CountsWords:
+    """A tokenizer of one token per word."""
+
+    def count(self, endpoint, body):
+        return len(json.dumps(body.get("messages") or body.get("prompt")).split())
+
+
+@pytest.fixture
+def settings():
+    return load_settings({"preset": "cpu", "controller": {"max_body_bytes": 10_000}, "model": {"max_model_len": 100}})
+
+
+@pytest.fixture
+def engines(settings):
+    return {spec.name: PlayedEngine(spec.name, answer=Reply(200, b"{}")) for spec in settings.engine_specs}
+
+
+@pytest.fixture
+def service(settings, engines):
+    links = [EngineLink(spec, engines[spec.name]) for spec in settings.engine_specs]
+    for link in links:
+        link.status = EngineStatus(link.name, EngineState.READY, pid=1)
+    return Service(settings, links, CountsWords())
+
+
+@pytest.fixture
+def streamed():
+    """An answer that begins a stream whose frames the test puts on the channel."""
+
+    def begin(first="data: 1\n\n", last=False):
+        return Started(first, last)
+
+    return begin
+
+
+@pytest.fixture
+def frames():
+    return lambda call, text, last=False: Frames(call.key, text, last)

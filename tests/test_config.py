@@ -1,0 +1,70 @@
+"""Presets are valid, what the user says wins, and what cannot be served is refused before anything starts."""
+
+import pytest
+
+from app.config import ConfigError, load_settings
+
+
+def test_auto_picks_the_preset_by_what_the_cluster_has():
+    assert load_settings({}).preset == "cpu"
+    assert load_settings({}, has_gpu=True).preset == "a100-40gb"
+
+
+def test_the_cpu_preset_starts_four_engines_with_the_modes_they_share():
+    settings = load_settings({"preset": "cpu"})
+    assert {spec.name: [mode.name for mode in spec.modes] for spec in settings.engine_specs} == {
+        "fp16": ["fp16", "prefix_caching"],
+        "int8": ["int8", "int8_continuous_batching"],
+        "gptq": ["gptq", "gptq_prefix_caching"],
+        "speculative": ["speculative"],
+    }
+
+
+def test_engine_settings_merge_key_by_key():
+    settings = load_settings({"engines": {"int8": {"engine_args": {"max_num_seqs": 8}, "num_cpus": 0.5}}})
+    int8, fp16 = settings.engine_settings("int8"), settings.engine_settings("fp16")
+    assert int8.engine_args == {**fp16.engine_args, "max_num_seqs": 8}
+    assert (int8.num_cpus, int8.kv_cache_memory_bytes) == (0.5, fp16.kv_cache_memory_bytes)
+
+
+def test_modes_can_be_composed():
+    args = {"modes": ["fp16", {"name": "gptq_fp8_kv", "of": ["gptq", "kv_cache_compression"]}]}
+    (_, spec) = load_settings(args).engine_specs
+    assert (spec.name, spec.weights, spec.delta) == ("gptq_fp8_kv", "gptq", {"kv_cache_dtype": "fp8"})
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"preset": "h100"}, "preset 'h100' is unknown"),
+        ({"moodes": ["fp16"]}, "moodes"),
+        ({"modes": ["fp32"]}, "'fp32' is unknown; there are fp16"),
+        ({"modes": []}, "modes"),
+        ({"modes": ["fp16", "fp16"]}, "named twice"),
+        ({"modes": ["int8"]}, "default_mode 'fp16' is not among"),
+        ({"engines": {"awq": {}}}, "no engine named awq"),
+        ({"engines": {"int8": {"num_cpus": -1}}}, "num_cpus"),
+        ({"modes": ["fp16", "speculative_draft"]}, "set model.draft"),
+        ({"modes": ["fp16", {"name": "int8", "of": ["gptq"]}]}, "is in the catalogue"),
+        ({"model": {"checkpoints": {"int9": "x"}}}, "checkpoints"),
+    ],
+)
+def test_what_is_wrong_is_named(args, message):
+    with pytest.raises(ConfigError, match=message):
+        load_settings(args)
+
+
+def test_memory_fractions_count_for_the_whole_device():
+    two = {"preset": "a100-40gb", "modes": ["fp16", "int8"]}
+    fits = load_settings({**two, "engine_defaults": {"gpu_memory_utilization": 0.2}})
+    assert len(fits.engine_specs) == 2
+    with pytest.raises(ConfigError) as refusal:
+        load_settings({**two, "engine_defaults": {"gpu_memory_utilization": 0.6}})
+    lines = str(refusal.value).splitlines()
+    assert [line.split()[0] for line in lines if line.startswith(("fp16", "int8", "sum"))] == ["fp16", "int8", "sum"]
+    assert "1.20" in lines[-1]
+
+
+def test_home_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("MODESWITCH_HOME", str(tmp_path))
+    assert load_settings({}).home == tmp_path

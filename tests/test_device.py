@@ -1,0 +1,56 @@
+"""The lease is granted in order, to one at a time, and a dead holder does not keep it."""
+
+import asyncio
+import subprocess
+import sys
+
+import psutil
+
+from app.device import Holder, Lease
+
+
+async def test_one_at_a_time_in_the_order_of_asking():
+    lease, here = Lease(), Holder.here("first")
+    others = [Holder(name, here.pid, here.created_s) for name in ("second", "third")]
+    await lease.acquire(here)
+    granted = []
+
+    async def take(holder):
+        await lease.acquire(holder)
+        granted.append(holder.name)
+        await lease.release(holder)
+
+    tasks = [asyncio.create_task(take(holder)) for holder in others]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert granted == []
+    await lease.release(here)
+    await asyncio.gather(*tasks)
+    assert granted == ["second", "third"]
+    assert lease.holder is None
+
+
+async def test_the_lease_of_a_killed_holder_is_taken_back(monkeypatch):
+    monkeypatch.setattr("app.device._LOOK_AT_HOLDER_EVERY_S", 0.01)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    dying = Holder("dying", child.pid, psutil.Process(child.pid).create_time())
+    lease, next_one = Lease(), Holder.here("next")
+    await lease.acquire(dying)
+    waiting = asyncio.create_task(lease.acquire(next_one))
+    child.kill()
+    child.wait()
+    await asyncio.wait_for(waiting, 5)
+    assert lease.holder == next_one
+
+
+async def test_releasing_what_one_does_not_hold_changes_nothing():
+    lease, here = Lease(), Holder.here("holder")
+    await lease.acquire(here)
+    await lease.release(Holder("stranger", 1, 0.0))
+    assert lease.holder == here
+
+
+def test_a_reused_process_id_is_not_the_holder():
+    here = Holder.here("me")
+    assert here.alive()
+    assert not Holder("me", here.pid, here.created_s - 1).alive()
