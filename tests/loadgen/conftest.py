@@ -45,7 +45,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def lines_in(path: Path, wanted: int) -> None:
     """Waits until a file has that many lines; the test's time limit is the only one."""
-    while not path.exists() or path.read_bytes().count(b"\n") < wanted:  # noqa: ASYNC110, ASYNC240
+    while not path.exists() or path.read_bytes().count(b"\n") < wanted:
         await asyncio.sleep(0.05)
 
 

@@ -114,7 +114,7 @@ async def test_a_cancelled_task_leaves_its_record_marked(null_url: str) -> None:
     record = RequestRecord()
     async with OpenAIClient(null_url) as client:
         task = asyncio.create_task(client.send(call("stall_midway", stream=True), record))
-        while not record.frame_ms:  # noqa: ASYNC110
+        while not record.frame_ms:
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

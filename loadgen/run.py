@@ -1,0 +1,230 @@
+"""`run`: a workload under an arrival process."""
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress as Bar
+
+from loadgen.arrivals import RATE_SCHEDULES, Replayed
+from loadgen.bare_server import EngineUnknown, first_model
+from loadgen.client import OpenAIClient, ServerFault
+from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
+from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
+from loadgen.records import OutputUnwritable, RecordWriter, RequestRecord
+from loadgen.runner import Arrival, ClosedLoop, LoadRun, Manner, Progress
+from loadgen.servers import write_json
+from loadgen.summary import RunSummary, Slo, counts_line, summarise_run, table_of
+from loadgen.trace import TraceError, read_trace
+from loadgen.workloads import Item, Mixture, trace_items
+
+_WARMUP_CONCURRENCY = 4
+# Warm-up prompts must not be those that are measured later.
+_WARMUP_FIRST = 10**6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What the command was asked for, checked."""
+
+    base_url: str
+    api_key: str | None
+    model: str | None
+    tokenizer: Path | None
+    mixture: Mixture
+    trace: Path | None
+    length_scale: float
+    arrival: Arrival | None  # None: at the times of the trace
+    speed: float
+    requests: int
+    warmup: int
+    stall_s: float
+    include: str | None
+    out: Path
+
+
+@dataclasses.dataclass(slots=True)
+class Found:
+    """Results so far, kept outside of the coroutine, so that an interruption loses nothing."""
+
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    model: str | None = None
+    caches_reset: bool | None = None
+    engines: Any = None
+
+
+async def tokenizer_folder(client: OpenAIClient) -> Path:
+    """The model folder of one of the application's engines. Raises PromptError where the server does not say."""
+    try:
+        engines = (await client.get_json("/v1/modes")).get("engines") or []
+        return next(Path(item["engine_args"]["model"]) for item in engines if item.get("engine_args"))
+    except (ServerFault, StopIteration, KeyError, TypeError, AttributeError) as error:
+        raise PromptError(f"{client.base_url} does not name its model's folder: give --tokenizer FOLDER") from error
+
+
+async def _load(plan: Plan, manner: Manner, found: Found, console: Console) -> None:
+    async with AsyncExitStack() as stack:
+        writer = stack.enter_context(RecordWriter(plan.out))
+        client = await stack.enter_async_context(
+            OpenAIClient(plan.base_url, api_key=plan.api_key, stall_s=plan.stall_s, include=plan.include)
+        )
+        found.model = plan.model or await first_model(client)
+        manner = dataclasses.replace(manner, model=found.model)
+        maker = PromptMaker(ChatTokenizer.load(plan.tokenizer or await tokenizer_folder(client)))
+        items, arrival = _items(plan, manner, maker)
+        warm_items = plan.mixture.items(maker, plan.warmup, manner.seed, _WARMUP_FIRST)
+        warm = LoadRun(client, warm_items, manner, writer, warmup=True)
+        run = LoadRun(client, items, manner, writer, warmup=False)
+        if warm_items:
+            with console.status(f"{len(warm_items)} warm-up requests"):
+                await warm.go(ClosedLoop(_WARMUP_CONCURRENCY))
+        found.caches_reset = await client.reset_prefix_cache()
+        found.progress = run.progress
+        with Bar(console=console, transient=True) as bar:
+            task = bar.add_task("requests", total=run.progress.planned)
+            run.on_record = lambda record: bar.advance(task)
+            await run.go(arrival)
+        found.engines = await _engines(client)
+
+
+async def _engines(client: OpenAIClient) -> Any:
+    """Load and memory of the engines after the run; None at a server that has no such page."""
+    try:
+        return (await client.get_json("/v1/modes")).get("engines")
+    except ServerFault:
+        return None
+
+
+def _items(plan: Plan, manner: Manner, maker: PromptMaker) -> tuple[Sequence[Item], Arrival]:
+    if plan.trace is None:
+        assert plan.arrival is not None
+        return plan.mixture.items(maker, plan.requests, manner.seed), plan.arrival
+    rows = read_trace(plan.trace, limit=plan.requests)
+    times_s = [row.time_s - rows[0].time_s for row in rows]
+    return trace_items(rows, maker, manner.seed, plan.length_scale), plan.arrival or Replayed(times_s, plan.speed)
+
+
+def by_workload(records: Sequence[RequestRecord], wall_s: float, slo: Slo) -> dict[str, RunSummary]:
+    """All records together, then each workload when there are several."""
+    names = sorted({record.workload for record in records})
+    groups = {"all": summarise_run(records, wall_s, slo)}
+    if len(names) > 1:
+        for name in names:
+            groups[name] = summarise_run([item for item in records if item.workload == name], wall_s, slo)
+    return groups
+
+
+def _report(plan: Plan, manner: Manner, slo: Slo, found: Found, interrupted: bool, console: Console) -> RunSummary:
+    progress = found.progress
+    groups = by_workload(progress.records, progress.wall_s, slo)
+    total = groups["all"]
+    console.print(table_of(groups))
+    console.print(f"{counts_line(total, progress.planned)} in {total.wall_s:.1f} s", markup=False)
+    console.print(f"{total.output_tokens_per_s:.1f} output tokens/s, {total.requests_per_s:.2f} requests/s")
+    if total.goodput_per_s is not None:
+        console.print(f"{total.goodput_per_s:.2f} requests/s within the stated limits")
+    for outcome, count in sorted(total.outcomes.items()):
+        example = next((item.error for item in progress.records if str(item.outcome) == outcome and item.error), None)
+        if example:
+            console.print(f"{count} {outcome}, such as: {example}", style="yellow", markup=False)
+    summary = {
+        "command": "run",
+        "interrupted": interrupted,
+        "plan": {key: str(value) for key, value in dataclasses.asdict(plan).items() if key != "api_key"},
+        "manner": dataclasses.asdict(manner) | {"model": found.model},
+        "slo": dataclasses.asdict(slo),
+        "caches_reset": found.caches_reset,
+        "planned": progress.planned,
+        "groups": {name: item.as_json() for name, item in groups.items()},
+        "engines": found.engines,
+    }
+    write_json(plan.out / "summary.json", summary)
+    console.print(f"{plan.out / 'requests.jsonl'} and {plan.out / 'summary.json'} hold the figures.", markup=False)
+    return total
+
+
+def _mixture(text: str) -> Mixture:
+    try:
+        return Mixture.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--workload") from error
+
+
+def _arrival(name: str, concurrency: int, rate_per_s: float, trace: Path | None) -> Arrival | None:
+    if name == "trace":
+        if trace is None:
+            raise typer.BadParameter("needs --trace FILE", param_hint="--arrival trace")
+        return None
+    if name == "closed":
+        return ClosedLoop(concurrency)
+    if name not in RATE_SCHEDULES:
+        raise typer.BadParameter(f"one of closed, trace, {', '.join(RATE_SCHEDULES)}", param_hint="--arrival")
+    return RATE_SCHEDULES[name](rate_per_s)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `run`."""
+
+    @app.command("run")
+    def run(
+        base_url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
+        workload: Annotated[str, typer.Option(help="A name, `mixed`, or weights: ss=3,math=1.")] = "mixed",
+        arrival: Annotated[str, typer.Option(help="closed, constant, poisson, bursty or trace.")] = "closed",
+        requests: Annotated[int, typer.Option(min=1, help="Conversations to send.")] = 32,
+        concurrency: Annotated[int, typer.Option(min=1, help="Of the closed loop.")] = 4,
+        rate: Annotated[float, typer.Option(min=1e-6, help="Requests/s of an open loop.")] = 1.0,
+        trace: Annotated[Path | None, typer.Option(help="Mooncake-style JSON lines.")] = None,
+        speed: Annotated[float, typer.Option(min=1e-6, help="Plays the trace so many times as fast.")] = 1.0,
+        length_scale: Annotated[float, typer.Option(min=1e-6, help="Scales the trace's lengths.")] = 1.0,
+        model: Annotated[str | None, typer.Option(help="Model name to ask for; the first listed by default.")] = None,
+        tokenizer: Annotated[Path | None, typer.Option(help="Model folder; the server's by default.")] = None,
+        stream: Annotated[bool, typer.Option(help="Ask for streams.")] = True,
+        exact_output: Annotated[bool, typer.Option(help="Send vLLM's ignore_eos.")] = True,
+        cancel_fraction: Annotated[float, typer.Option(min=0, max=1, help="Share to give up half-way.")] = 0.0,
+        warmup: Annotated[int, typer.Option(min=0, help="Requests beforehand, not counted.")] = 4,
+        slo_ttft_ms: Annotated[float | None, typer.Option(help="Limit for goodput.")] = None,
+        slo_between_tokens_ms: Annotated[float | None, typer.Option(help="Limit for goodput.")] = None,
+        slo_total_ms: Annotated[float | None, typer.Option(help="Limit for goodput.")] = None,
+        stall_s: Annotated[float, typer.Option(min=0.01, help="Longest silence of the server.")] = 120.0,
+        include: Annotated[str | None, typer.Option(help="Extra objects, as `mode,timing`.")] = None,
+        api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True)] = None,
+        out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results/run"),
+        seed: int = 0,
+    ) -> None:
+        """Send a workload under an arrival process and measure what clients see."""
+        console = Console()
+        if cancel_fraction and not stream:
+            raise typer.BadParameter("only a stream can be given up half-way", param_hint="--cancel-fraction")
+        slo = Slo(slo_ttft_ms, slo_between_tokens_ms, slo_total_ms)
+        manner = Manner(model or "", stream, exact_output, cancel_fraction, seed)
+        found = Found()
+        try:
+            plan = Plan(
+                base_url,
+                api_key,
+                model,
+                tokenizer,
+                _mixture(workload),
+                trace,
+                length_scale,
+                _arrival(arrival, concurrency, rate, trace),
+                speed,
+                requests,
+                warmup,
+                stall_s,
+                include,
+                out,
+            )
+            interrupted = run_interruptible(_load(plan, manner, found, console))
+        except (ServerFault, EngineUnknown, PromptError, TraceError, OutputUnwritable) as error:
+            console.print(f"run: {error}", style="red", markup=False)
+            raise typer.Exit(2) from error
+        total = _report(plan, manner, slo, found, interrupted, console)
+        if interrupted:
+            raise typer.Exit(EXIT_INTERRUPTED)
+        if total.errors:
+            raise typer.Exit(1)

@@ -1,0 +1,143 @@
+"""A run in figures. Errors, deliberate ends and successes are counted apart; latencies are of successes only."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from loadgen.records import DELIBERATE, ERRORS, Outcome, RequestRecord
+from loadgen.statistics import Summary, summarise
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request must hold to count as goodput; None is no limit. All in ms."""
+
+    ttft_ms: float | None = None
+    between_tokens_ms: float | None = None
+    total_ms: float | None = None
+
+    @property
+    def stated(self) -> bool:
+        return any(limit is not None for limit in (self.ttft_ms, self.between_tokens_ms, self.total_ms))
+
+    def held_by(self, record: RequestRecord) -> bool:
+        """False for a request that failed, and where a limit is stated for what was not measured."""
+        pairs = (
+            (record.ttft_ms, self.ttft_ms),
+            (record.between_tokens_ms, self.between_tokens_ms),
+            (record.total_ms, self.total_ms),
+        )
+        return record.outcome is Outcome.OK and all(
+            limit is None or (value is not None and value <= limit) for value, limit in pairs
+        )
+
+
+Quantity = Callable[[RequestRecord], float | None]
+
+LATENCIES: dict[str, Quantity] = {
+    "ttft_ms": lambda record: record.ttft_ms,
+    "between_tokens_ms": lambda record: record.between_tokens_ms,
+    "total_ms": lambda record: record.total_ms,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """The figures of a set of records; `latencies` has None where nothing was measured."""
+
+    requests: int
+    outcomes: dict[str, int]
+    wall_s: float
+    latencies: dict[str, Summary | None]
+    frame_gaps_ms: Summary | None
+    late_ms: Summary | None
+    output_tokens_per_s: float
+    requests_per_s: float
+    goodput_per_s: float | None
+    frames_per_token: float | None
+    cached_prompt_share: float | None
+    modes: dict[str, int]
+
+    @property
+    def errors(self) -> int:
+        return sum(self.outcomes.get(outcome, 0) for outcome in ERRORS)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "requests": self.requests,
+            "errors": self.errors,
+            "outcomes": self.outcomes,
+            "wall_s": self.wall_s,
+            **{name: _as_json(found) for name, found in self.latencies.items()},
+            "frame_gaps_ms": _as_json(self.frame_gaps_ms),
+            "late_ms": _as_json(self.late_ms),
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "requests_per_s": self.requests_per_s,
+            "goodput_per_s": self.goodput_per_s,
+            "frames_per_token": self.frames_per_token,
+            "cached_prompt_share": self.cached_prompt_share,
+            "modes": self.modes,
+        }
+
+
+def _as_json(found: Summary | None) -> dict[str, float] | None:
+    return None if found is None else found._asdict()
+
+
+def summarise_run(records: Sequence[RequestRecord], wall_s: float, slo: Slo) -> RunSummary:
+    """Figures of measured records (warm-up is left out by the caller). wall_s: from the start to the last end."""
+    good = [record for record in records if record.outcome is Outcome.OK]
+    span_s = wall_s or float("inf")
+    # Tokens of requests that were given up or failed half-way were work too, but nobody was served by them.
+    tokens = sum(record.output_tokens or 0 for record in good)
+    frames = sum(len(record.frame_ms) for record in good)
+    prompt = sum(record.prompt_tokens or 0 for record in good if record.cached_tokens is not None)
+    cached = sum(record.cached_tokens or 0 for record in good)
+    return RunSummary(
+        requests=len(records),
+        outcomes=dict(Counter(str(record.outcome) for record in records)),
+        wall_s=wall_s,
+        latencies={name: summarise(_known(map(of, good))) for name, of in LATENCIES.items()},
+        frame_gaps_ms=summarise([gap for record in good for gap in record.frame_gaps_ms]),
+        late_ms=summarise(_known(record.late_ms for record in records)),
+        output_tokens_per_s=tokens / span_s,
+        requests_per_s=len(good) / span_s,
+        goodput_per_s=sum(map(slo.held_by, records)) / span_s if slo.stated else None,
+        frames_per_token=frames / tokens if frames and tokens else None,
+        cached_prompt_share=cached / prompt if prompt else None,
+        modes=dict(Counter(record.mode for record in good if record.mode is not None)),
+    )
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def counts_line(summary: RunSummary, planned: int) -> str:
+    """How many of the planned requests ended how; what was never sent is said too."""
+    parts = [f"{summary.outcomes.get(Outcome.OK, 0)} ok", f"{summary.errors} errors"]
+    parts += [f"{summary.outcomes[outcome]} {outcome}" for outcome in sorted(DELIBERATE) if outcome in summary.outcomes]
+    if planned > summary.requests:
+        parts.append(f"{planned - summary.requests} never sent")
+    return ", ".join(parts)
+
+
+_SHOWN = ("n", "mean", "p50", "p95", "p99", "largest")
+
+
+def table_of(groups: dict[str, RunSummary]) -> Table:
+    """Latencies by group, in ms."""
+    table = Table(title="Latencies of the successful requests (ms)")
+    for name in ("", "", *_SHOWN):
+        table.add_column(name, justify="left" if name == "" else "right")
+    for group, summary in groups.items():
+        rows = {**summary.latencies, "frame_gaps_ms": summary.frame_gaps_ms, "late_ms": summary.late_ms}
+        for name, found in rows.items():
+            if found is not None:
+                figures = (f"{value:.2f}" if isinstance(value, float) else str(value) for value in found)
+                table.add_row(group, name.removesuffix("_ms").replace("_", " "), *figures)
+        table.add_section()
+    return table
