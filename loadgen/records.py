@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -76,10 +76,12 @@ class RequestRecord:
 
     def to_json(self) -> str:
         """One line of JSON without the text; times to the microsecond."""
-        row = asdict(self)
-        del row["text"]
+        row: dict[str, Any] = {name: getattr(self, name) for name in _WRITTEN}
         row["frame_ms"] = [round(value, 3) for value in self.frame_ms]
         return json.dumps(row, separators=(",", ":"))
+
+
+_WRITTEN = tuple(item.name for item in fields(RequestRecord) if item.name != "text")
 
 
 class OutputUnwritable(Exception):
@@ -132,15 +134,12 @@ def read_records(path: Path) -> ReadRecords:
     return ReadRecords(records, damaged)
 
 
-_FIELDS = frozenset(item.name for item in fields(RequestRecord))
-
-
 def _rows(path: Path) -> Iterator[RequestRecord | None]:
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 row = json.loads(line)
                 row["outcome"] = Outcome(row["outcome"])
-                yield RequestRecord(**{key: value for key, value in row.items() if key in _FIELDS})
+                yield RequestRecord(**{key: value for key, value in row.items() if key in _WRITTEN})
             except (ValueError, TypeError, KeyError, AttributeError):
                 yield None

@@ -1,7 +1,8 @@
 """`run`: a workload under an arrival process."""
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,11 +85,25 @@ async def _load(plan: Plan, manner: Manner, found: Found, console: Console) -> N
                 await warm.go(ClosedLoop(_WARMUP_CONCURRENCY))
         found.caches_reset = await client.reset_prefix_cache()
         found.progress = run.progress
-        with Bar(console=console, transient=True) as bar:
-            task = bar.add_task("requests", total=run.progress.planned)
-            run.on_record = lambda record: bar.advance(task)
+        with Bar(console=console, transient=True, auto_refresh=False) as bar:
+            run.on_record = _advance(bar, run.progress.planned)
             await run.go(arrival)
         found.engines = await _engines(client)
+
+
+def _advance(bar: Bar, planned: int) -> Callable[[RequestRecord], None]:
+    """Moves the bar once a second: a thread that draws it holds the interpreter while requests are due."""
+    task = bar.add_task("requests", total=planned)
+    drawn_at = time.perf_counter()
+
+    def advance(record: RequestRecord) -> None:
+        nonlocal drawn_at
+        bar.advance(task)
+        if time.perf_counter() - drawn_at > 1.0:
+            bar.refresh()
+            drawn_at = time.perf_counter()
+
+    return advance
 
 
 async def _engines(client: OpenAIClient) -> Any:

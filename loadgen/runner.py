@@ -1,6 +1,7 @@
 """Sends the items of a run under an arrival process and writes every result as it comes."""
 
 import dataclasses
+import gc
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -79,6 +80,9 @@ class LoadRun:
 
     async def go(self, arrival: Arrival) -> None:
         """Sends everything and waits for every end. Cancelled, it gives up what is under way and records it so."""
+        # A full collection over the prepared requests takes longer than a send may be late.
+        gc.collect()
+        gc.freeze()
         self._origin = self.progress.started_at = time.perf_counter()
         try:
             if isinstance(arrival, ClosedLoop):
@@ -89,6 +93,7 @@ class LoadRun:
                 await drive_open(offsets_s, self._conversation, self._origin)
         finally:
             self.progress.ended_at = time.perf_counter()
+            gc.unfreeze()
 
     async def _conversation(self, index: int, due: float | None) -> None:
         item, call = self._items[index], self._calls[index]
