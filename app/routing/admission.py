@@ -1,0 +1,52 @@
+"""When a refused request may come again: Retry-After from the time the queues need to drain."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from app.routing.decision import Ineligible, Refusal
+from app.routing.snapshot import EngineView, Snapshot
+
+SHORTEST_RETRY_S = 1
+LONGEST_RETRY_S = 120
+ASSUMED_STEP_MS = 50.0
+"""Of an engine that has not told its step time."""
+ASSUMED_OUTPUT_TOKENS = 128.0
+
+_WORTH_WAITING = frozenset(
+    {Ineligible.QUEUE_FULL, Ineligible.BREAKER_OPEN, Ineligible.NOT_RESIDENT, Ineligible.UNHEALTHY}
+)
+
+
+def drain_s(view: EngineView) -> float:
+    """Estimated seconds until the engine has a free place in its queue; 0 if it has one."""
+    excess = view.in_flight - view.queue_limit + 1
+    if excess <= 0:
+        return 0.0
+    if view.completions_per_s:
+        return excess / view.completions_per_s
+    # Nothing has finished lately: from what is still to be produced, `max_running` sequences a step.
+    running = max(1, min(view.in_flight, view.max_running))
+    left_tokens = view.pending_output_tokens / view.in_flight or ASSUMED_OUTPUT_TOKENS
+    return excess / running * left_tokens * (view.step_ms or ASSUMED_STEP_MS) / 1000
+
+
+def retry_after_s(refusal: Refusal, engines_of: dict[str, str], snapshot: Snapshot) -> int | None:
+    """Whole seconds for the header Retry-After; None where waiting would not help.
+
+    Args:
+        engines_of: engine by mode name.
+    """
+    waits = []
+    for mode, why in refusal.by_mode.items():
+        if why not in _WORTH_WAITING:
+            continue
+        view = snapshot.engines.get(engines_of.get(mode, ""))
+        if why is Ineligible.QUEUE_FULL and view is not None:
+            waits.append(drain_s(view))
+        else:
+            # An engine that starts or a breaker that pauses: no estimate, so a while.
+            waits.append(10.0)
+    if not waits:
+        return None
+    return min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, ceil(min(waits))))

@@ -1,0 +1,85 @@
+"""Online correction of the profile: observed against predicted latency, per mode and per mode and tag.
+
+This is how a policy learns that speculation pays on rewriting and not on free text, and that a device is slower than
+when it was measured. Factors are bounded and visible (`Snapshot.corrections`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import exp, log
+
+from app.routing.tags import Tag
+
+LOWEST_FACTOR = 0.4
+HIGHEST_FACTOR = 2.5
+HALF_LIFE_S = 1800.0
+PRIOR_SAMPLES = 5.0
+"""Samples that the wider estimate counts for: a tag's against its mode's, a mode's against 1."""
+MAX_EFFECTIVE_SAMPLES = 50.0
+
+
+def correction_key(mode: str, tag: Tag) -> str:
+    # Concatenation, since formatting an enum member takes ten times as long.
+    return mode + ":" + tag
+
+
+class _LogRatio:
+    __slots__ = ("last_s", "total", "weight")
+
+    def __init__(self, now_s: float) -> None:
+        self.weight = 0.0
+        self.total = 0.0
+        self.last_s = now_s
+
+    def add(self, log_ratio: float, now_s: float) -> None:
+        keep = 0.5 ** (max(0.0, now_s - self.last_s) / HALF_LIFE_S)
+        if self.weight * keep > MAX_EFFECTIVE_SAMPLES - 1:
+            keep = (MAX_EFFECTIVE_SAMPLES - 1) / self.weight
+        self.weight = self.weight * keep + 1.0
+        self.total = self.total * keep + log_ratio
+        self.last_s = max(self.last_s, now_s)
+
+
+class Corrections:
+    """Learns one factor per mode and one per mode and tag; memory is bounded by their number."""
+
+    __slots__ = ("_factors", "_ratios")
+
+    def __init__(self) -> None:
+        self._ratios: dict[str, _LogRatio] = {}
+        self._factors: Mapping[str, float] = {}
+
+    @property
+    def factors(self) -> Mapping[str, float]:
+        """By `mode` and `mode:tag`, within the bounds. Never changed: there is a new one after each sample."""
+        return self._factors
+
+    def observe(self, mode: str, tag: Tag, observed_ms: float, predicted_ms: float, now_s: float) -> None:
+        """A finished request took `observed_ms` in the engine where the profile alone predicts `predicted_ms`.
+
+        The prediction must be without correction (`CostTerms.latency_ms` divided by `correction` where there was no
+        queue), and for the tokens really produced. Times that are not above 0 are ignored.
+        """
+        if not (observed_ms > 0 and predicted_ms > 0):
+            return
+        # A single request, however odd, counts for no more than twice the bounds.
+        log_ratio = min(2 * log(HIGHEST_FACTOR), max(2 * log(LOWEST_FACTOR), log(observed_ms / predicted_ms)))
+        key = correction_key(mode, tag)
+        for name in (mode, key):
+            ratio = self._ratios.get(name)
+            if ratio is None:
+                ratio = self._ratios[name] = _LogRatio(now_s)
+            ratio.add(log_ratio, now_s)
+        factors = dict(self._factors)
+        of_mode = self._ratios[mode]
+        wide = of_mode.total / (of_mode.weight + PRIOR_SAMPLES)
+        factors[mode] = _bounded(wide)
+        for name, ratio in self._ratios.items():
+            if name.startswith(f"{mode}:"):
+                factors[name] = _bounded((ratio.total + PRIOR_SAMPLES * wide) / (ratio.weight + PRIOR_SAMPLES))
+        self._factors = factors
+
+
+def _bounded(log_factor: float) -> float:
+    return min(HIGHEST_FACTOR, max(LOWEST_FACTOR, exp(log_factor)))

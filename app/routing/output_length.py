@@ -1,0 +1,135 @@
+"""How many tokens a request will produce, from what finished requests of the same kind produced.
+
+The kind is the tag, the prompt's shape and the size of max_tokens; not the request class, which itself depends on the
+expected output. Where a kind has too few samples, wider kinds answer: tag and max_tokens, then the tag, then all.
+`max_tokens` itself is the answer only when nothing at all is known.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from app.routing.classes import Shape
+from app.routing.tags import Tag
+
+UNKNOWN_OUTPUT_TOKENS = 128
+"""Assumed with neither a finished request nor max_tokens."""
+MIN_SAMPLES = 3
+HALF_LIFE_S = 3600.0
+MAX_EFFECTIVE_SAMPLES = 200.0
+_HALF_OCTAVES = 40
+"""Histogram bins, two per doubling: up to 2**20 tokens."""
+
+
+class OutputSource(StrEnum):
+    PREDICTED = "predicted"
+    MAX_TOKENS = "max_tokens"
+    ASSUMED = "assumed"
+
+
+class OutputPrediction(NamedTuple):
+    tokens: int
+    source: OutputSource
+
+
+_Kind = tuple[object, ...]
+
+
+class _Lengths:
+    """Mean and distribution of output lengths, old samples fading by age and by number."""
+
+    __slots__ = ("bins", "last_s", "mean", "weight")
+
+    def __init__(self, now_s: float) -> None:
+        self.weight = 0.0
+        self.mean = 0.0
+        self.bins = [0.0] * _HALF_OCTAVES
+        self.last_s = now_s
+
+    def add(self, tokens: int, now_s: float) -> None:
+        # A clock that jumps back counts as no time passed.
+        aged = self.weight * 0.5 ** (max(0.0, now_s - self.last_s) / HALF_LIFE_S)
+        # What is known never fades to nothing: an old mean is better than max_tokens.
+        kept = min(max(aged, min(self.weight, MIN_SAMPLES)), MAX_EFFECTIVE_SAMPLES - 1)
+        keep = kept / self.weight if self.weight else 0.0
+        self.weight = kept + 1.0
+        self.mean += (tokens - self.mean) / self.weight
+        self.bins = [mass * keep for mass in self.bins]
+        self.bins[_bin(tokens)] += 1.0
+        self.last_s = max(self.last_s, now_s)
+
+    def quantile(self, share: float) -> int:
+        wanted = share * sum(self.bins)
+        total = 0.0
+        for number, mass in enumerate(self.bins):
+            total += mass
+            if total >= wanted and mass:
+                return _bin_top(number)
+        return _bin_top(_HALF_OCTAVES - 1)
+
+
+def _bin(tokens: int) -> int:
+    doublings = max(1, tokens).bit_length() - 1
+    upper_half = tokens * 2 >= 3 << doublings
+    return min(_HALF_OCTAVES - 1, 2 * doublings + int(upper_half))
+
+
+def _bin_top(number: int) -> int:
+    doublings, upper_half = divmod(number, 2)
+    return (2 << doublings) - 1 if upper_half else max(1, (3 << doublings) // 2 - 1)
+
+
+class OutputLengthPredictor:
+    """Online predictor of output tokens. Its memory is bounded by the number of kinds (a few hundred)."""
+
+    __slots__ = ("_lengths",)
+
+    def __init__(self) -> None:
+        self._lengths: dict[_Kind, _Lengths] = {}
+
+    def observe(self, tag: Tag, shape: Shape, max_tokens: int | None, output_tokens: int, now_s: float) -> None:
+        """A finished request produced `output_tokens`. `now_s` is seconds of any one clock."""
+        if output_tokens < 0:
+            return
+        for kind in _kinds(tag, shape, max_tokens):
+            lengths = self._lengths.get(kind)
+            if lengths is None:
+                lengths = self._lengths[kind] = _Lengths(now_s)
+            lengths.add(output_tokens, now_s)
+
+    def predict(self, tag: Tag, shape: Shape, max_tokens: int | None) -> OutputPrediction:
+        """Expected output tokens, at least 1 and at most `max_tokens`."""
+        lengths = self._known(tag, shape, max_tokens)
+        if lengths is not None:
+            tokens = max(1, round(lengths.mean))
+            return OutputPrediction(
+                tokens if max_tokens is None else max(1, min(tokens, max_tokens)), OutputSource.PREDICTED
+            )
+        if max_tokens is not None:
+            return OutputPrediction(max(1, max_tokens), OutputSource.MAX_TOKENS)
+        return OutputPrediction(UNKNOWN_OUTPUT_TOKENS, OutputSource.ASSUMED)
+
+    def quantile(self, tag: Tag, shape: Shape, max_tokens: int | None, share: float = 0.9) -> OutputPrediction:
+        """Output tokens that a share of such requests does not exceed (to within half a doubling)."""
+        lengths = self._known(tag, shape, max_tokens)
+        if lengths is None:
+            return self.predict(tag, shape, max_tokens)
+        tokens = lengths.quantile(share)
+        return OutputPrediction(
+            tokens if max_tokens is None else max(1, min(tokens, max_tokens)), OutputSource.PREDICTED
+        )
+
+    def _known(self, tag: Tag, shape: Shape, max_tokens: int | None) -> _Lengths | None:
+        lengths = None
+        for kind in _kinds(tag, shape, max_tokens):
+            lengths = self._lengths.get(kind)
+            if lengths is not None and lengths.weight >= MIN_SAMPLES:
+                return lengths
+        # Fewer samples than wanted, of all kinds together, are still better than max_tokens.
+        return lengths
+
+
+def _kinds(tag: Tag, shape: Shape, max_tokens: int | None) -> tuple[_Kind, ...]:
+    size = 0 if max_tokens is None else max_tokens.bit_length()
+    return (tag, shape, size), (tag, size), (tag,), ()

@@ -1,0 +1,222 @@
+"""The default policy: the mode with the lowest predicted cost under the request's objective.
+
+Unlike the paper's rules it charges a choice with what it does under load: the batch joined, the engines that slow one
+another, and the delay to requests already running. Without a profile it leaves the decision to the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import itemgetter
+
+import msgspec
+
+from app.routing.coefficients import compile_profile
+from app.routing.decision import Decision, Ineligible, LostBy, Outcome, Refusal
+from app.routing.eligibility import Eligibility, refusal_code
+from app.routing.features import Objective, RequestFeatures
+from app.routing.mode_info import ModeInfo
+from app.routing.policies.engine_load import EngineLoad, engine_loads
+from app.routing.policies.prediction import Prediction, predict
+from app.routing.policies.rules import RULES, RulesPolicy
+from app.routing.profile import Profile
+from app.routing.settings import RoutingSettings
+from app.routing.snapshot import Snapshot
+
+_Ranked = tuple[int, float, Prediction]
+"""Rank first (0 is what the objective wants), then the score, lower is better."""
+
+
+class CostPolicy:
+    """Predicts every eligible mode's latency and energy and takes the best."""
+
+    __slots__ = (
+        "_coefficients",
+        "_eligibility",
+        "_interference",
+        "_profile_version",
+        "_rules",
+        "_settings",
+        "_version",
+    )
+
+    name = "cost"
+
+    def __init__(self, modes: Iterable[ModeInfo], settings: RoutingSettings, profile: Profile | None = None) -> None:
+        self._eligibility = Eligibility(modes, settings, profile)
+        self._rules = RulesPolicy("rules", RULES, self._eligibility.modes, settings, profile)
+        self._settings = settings
+        self._version = settings.version
+        self._coefficients = {} if profile is None else compile_profile(profile, self._eligibility.modes)
+        self._profile_version = None if profile is None else profile.version
+        self._interference = {} if profile is None else profile.interference
+
+    def decide(self, features: RequestFeatures, snapshot: Snapshot) -> Outcome:
+        if not self._coefficients:
+            return self._leave_to_rules(features, snapshot)
+        eligible, refused = self._eligibility.split(features, snapshot)
+        engines = engine_loads(snapshot, self._interference)
+        predictions = self._predict(eligible, engines, features, snapshot)
+        if len(predictions) < len(eligible):
+            if not predictions:
+                return self._leave_to_rules(features, snapshot)
+            for mode in eligible:
+                if mode.name not in self._coefficients:
+                    refused[mode.name] = Ineligible.UNPROFILED
+        if self._settings.max_energy_ratio is not None:
+            predictions = self._within_energy(predictions, refused, engines, features, snapshot)
+        if not predictions:
+            return Refusal(
+                code=refusal_code(refused.values()),
+                request_class=features.request_class,
+                policy=self.name,
+                settings_version=self._version,
+                by_mode=refused,
+            )
+        return self._decision(self._rank(predictions, features), features)
+
+    def predictions(self, features: RequestFeatures, snapshot: Snapshot) -> dict[str, Prediction]:
+        """Predicted cost of every eligible mode that the profile has, by name: for replay, corrections and training."""
+        eligible, _ = self._eligibility.split(features, snapshot)
+        engines = engine_loads(snapshot, self._interference)
+        return {found.mode.name: found for found in self._predict(eligible, engines, features, snapshot)}
+
+    def _predict(
+        self,
+        eligible: list[ModeInfo],
+        engines: dict[str, EngineLoad],
+        features: RequestFeatures,
+        snapshot: Snapshot,
+    ) -> list[Prediction]:
+        known = self._coefficients
+        return predict([known[mode.name] for mode in eligible if mode.name in known], engines, features, snapshot)
+
+    def _within_energy(
+        self,
+        predictions: list[Prediction],
+        refused: dict[str, Ineligible],
+        engines: dict[str, EngineLoad],
+        features: RequestFeatures,
+        snapshot: Snapshot,
+    ) -> list[Prediction]:
+        """Without the modes that need more energy than the reference, where the operator limits that."""
+        reference = self._coefficients.get(self._settings.reference_mode)
+        if reference is None or reference.mode.engine not in engines:
+            return predictions
+        base_j = predict([reference], engines, features, snapshot)[0].energy_j()
+        if base_j is None:
+            return predictions
+        most_j = base_j * (self._settings.max_energy_ratio or 1.0)
+        within = []
+        for prediction in predictions:
+            energy_j = prediction.energy_j()
+            # Energy nobody has measured is no reason to refuse.
+            if energy_j is None or energy_j <= most_j or prediction.mode is reference.mode:
+                within.append(prediction)
+            else:
+                refused[prediction.mode.name] = Ineligible.ENERGY
+        return within
+
+    def _rank(self, predictions: list[Prediction], features: RequestFeatures) -> list[_Ranked]:
+        others = self._settings.others_weight
+        objective = features.wishes.objective
+        if objective is Objective.LATENCY:
+            ranked = [(0, p.latency_ms + others * p.others_ms, p) for p in predictions]
+        elif objective is Objective.WEIGHTED:
+            ranked = self._weigh(predictions, features)
+        else:
+            limit_ms = features.wishes.latency_limit_ms if objective is Objective.LIMIT else None
+            ranked = [_by_energy(p, limit_ms) for p in predictions]
+        ranked.sort(key=itemgetter(0, 1))
+        return ranked
+
+    def _weigh(self, predictions: list[Prediction], features: RequestFeatures) -> list[_Ranked]:
+        """Both as ratios to the lowest among the modes; latency alone if some mode's energy is unknown."""
+        weight = features.wishes.energy_weight
+        if weight is None:
+            weight = self._settings.energy_weight
+        joules = [found for found in (p.energy_j() for p in predictions) if found is not None]
+        if len(joules) < len(predictions):
+            weight, joules = 0.0, [0.0] * len(predictions)
+        others = self._settings.others_weight
+        delays_ms = [p.latency_ms + others * p.others_ms for p in predictions]
+        lowest_ms, lowest_j = max(1e-9, min(delays_ms)), max(1e-9, min(joules))
+        return [
+            (0, (1 - weight) * delay_ms / lowest_ms + weight * energy_j / lowest_j, prediction)
+            for delay_ms, energy_j, prediction in zip(delays_ms, joules, predictions, strict=True)
+        ]
+
+    def _decision(self, ranked: list[_Ranked], features: RequestFeatures) -> Decision:
+        chosen = 0
+        lost_by: LostBy | None = None
+        rate = self._settings.exploration_rate
+        explored = features.draw < rate
+        if explored:
+            chosen = min(len(ranked) - 1, int(features.draw / rate * len(ranked)))
+            lost_by = LostBy.EXPLORATION
+        elif len(ranked) > 1 and not ranked[0][2].mode.prefix_reuse:
+            chosen = self._reusing_tie(ranked)
+            lost_by = LostBy.PREFIX_REUSE if chosen else None
+        _, score, best = ranked[chosen]
+        runner_up = None
+        if len(ranked) > 1:
+            runner_up = ranked[1 if chosen == 0 else 0]
+            lost_by = lost_by or _lost_by(ranked[chosen], runner_up, features.wishes.objective)
+        return Decision(
+            mode=best.mode.name,
+            engine=best.mode.engine,
+            request_class=features.request_class,
+            policy=self.name,
+            settings_version=self._version,
+            profile_version=self._profile_version,
+            terms=best.terms(score),
+            runner_up=None if runner_up is None else runner_up[2].mode.name,
+            runner_up_terms=None if runner_up is None else runner_up[2].terms(runner_up[1]),
+            lost_by=lost_by if runner_up is not None else None,
+            explored=explored,
+        )
+
+    def _reusing_tie(self, ranked: list[_Ranked]) -> int:
+        """The place of a mode as good as the first, on equal weights, that leaves its prefix for later requests."""
+        rank, score, best = ranked[0]
+        most = score * (1.0 + self._settings.tie_margin)
+        for place, (other_rank, other_score, other) in enumerate(ranked):
+            if other_rank != rank or other_score > most:
+                break
+            if other.mode.prefix_reuse and other.mode.weights == best.mode.weights:
+                return place
+        return 0
+
+    def _leave_to_rules(self, features: RequestFeatures, snapshot: Snapshot) -> Outcome:
+        outcome = self._rules.decide(features, snapshot)
+        return msgspec.structs.replace(outcome, stands_in_for=self.name) if isinstance(outcome, Decision) else outcome
+
+
+def _by_energy(prediction: Prediction, limit_ms: float | None) -> _Ranked:
+    """Least energy; a mode of unknown energy after those, one beyond the latency limit last, fastest first."""
+    if limit_ms is not None and prediction.latency_ms > limit_ms:
+        return 2, prediction.latency_ms, prediction
+    energy_j = prediction.energy_j()
+    if energy_j is None:
+        return 1, prediction.latency_ms, prediction
+    return 0, energy_j, prediction
+
+
+def _lost_by(chosen: _Ranked, runner_up: _Ranked, objective: Objective) -> LostBy:
+    if objective is Objective.WEIGHTED:
+        return LostBy.SCORE
+    if runner_up[0] == 2 and chosen[0] < 2:
+        return LostBy.LATENCY_LIMIT
+    if chosen[0] == 0 and objective is not Objective.LATENCY:
+        return LostBy.ENERGY
+    better, worse = chosen[2], runner_up[2]
+    return max(
+        (
+            (worse.queue_ms - better.queue_ms, LostBy.QUEUE),
+            (worse.prefill_ms - better.prefill_ms, LostBy.PREFILL),
+            (worse.decode_ms - better.decode_ms, LostBy.DECODE),
+            (worse.interference_ms - better.interference_ms, LostBy.INTERFERENCE),
+            (worse.others_ms - better.others_ms, LostBy.OTHERS),
+            (worse.wake_ms - better.wake_ms, LostBy.WAKE),
+        )
+    )[1]

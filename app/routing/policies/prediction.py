@@ -1,0 +1,153 @@
+"""What one mode would cost for one request: the formula of the cost policy, term by term.
+
+latency = queue + (prefill of uncached tokens + decode in the batch it joins) * (1 + slowdown by others) [+ wake-up]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from app.routing.coefficients import ModeCoefficients
+from app.routing.decision import CostTerms
+from app.routing.features import RequestFeatures
+from app.routing.mode_info import ModeInfo
+from app.routing.policies.engine_load import EngineLoad
+from app.routing.snapshot import Snapshot
+
+UNKNOWN_WAKE_MS = 5_000.0
+"""A wake-up nobody has measured: dear enough not to be tried while something else is awake."""
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """Predicted latency of `mode` in milliseconds; fields as in `CostTerms`. Energy is worked out when asked for."""
+
+    mode: ModeInfo
+    latency_ms: float
+    others_ms: float
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    interference_ms: float
+    wake_ms: float
+    correction: float
+    coefficients: ModeCoefficients
+    uncached_tokens: int
+    output_tokens: int
+    batch: int
+
+    def energy_j(self) -> float | None:
+        """Predicted joules of the request; None where they were not measured."""
+        known = self.coefficients
+        if known.prefill_j is None or known.decode_j is None:
+            return None
+        joules = known.prefill_j(self.uncached_tokens) + (self.output_tokens - 1) * known.decode_j[self.batch]
+        return joules + (known.wake_j or 0.0) if self.wake_ms else joules
+
+    def terms(self, score: float) -> CostTerms:
+        return CostTerms(
+            queue_ms=self.queue_ms,
+            prefill_ms=self.prefill_ms,
+            decode_ms=self.decode_ms,
+            interference_ms=self.interference_ms,
+            others_ms=self.others_ms,
+            wake_ms=self.wake_ms,
+            correction=self.correction,
+            latency_ms=self.latency_ms,
+            energy_j=self.energy_j(),
+            score=score,
+        )
+
+
+def predict(
+    coefficients: Iterable[ModeCoefficients],
+    engines: Mapping[str, EngineLoad],
+    features: RequestFeatures,
+    snapshot: Snapshot,
+) -> list[Prediction]:
+    """The cost of serving the request with each mode on its engine as it is; in the order given.
+
+    One loop with everything that modes share outside it: this is most of what a decision costs.
+    """
+    prompt_tokens = features.prompt_tokens
+    output_tokens = features.expected_output_tokens
+    tag = ":" + features.tag
+    cached_tokens = features.cached_tokens
+    corrections = snapshot.corrections
+    found = []
+    for known in coefficients:
+        mode = known.mode
+        engine = engines[mode.engine]
+        batch = engine.batch
+        uncached_tokens = prompt_tokens
+        if cached_tokens and mode.prefix_reuse:
+            uncached_tokens = max(1, prompt_tokens - cached_tokens.get(mode.engine, 0))
+        # The prefill yields the first token.
+        steps = output_tokens - 1.0
+        if mode.speculative:
+            steps /= 1.0 + accepted_per_step(known, engine, features, snapshot)
+        correction = 1.0
+        if corrections:
+            correction = corrections.get(mode.name + tag, 0.0) or corrections.get(mode.name, 1.0)
+        prefill_ms = known.prefill_ms(uncached_tokens) * correction
+        decode_ms = steps * known.step_ms[batch] * correction
+        own_ms = prefill_ms + decode_ms
+        queue_ms = others_ms = wake_ms = 0.0
+        if engine.load:
+            left_tokens = engine.left_tokens or output_tokens
+            queue_ms = _queue_ms(known, engine, left_tokens, uncached_tokens + output_tokens)
+            # Those in this batch wait for the prefill once, and make slower steps while both run.
+            growth_ms = known.step_growth_ms[batch]
+            others_ms = engine.load * (growth_ms * (left_tokens if left_tokens < steps else steps) + prefill_ms)
+        elif engine.burdens:
+            # This engine would begin to take the device's time from the others.
+            for burden, left_ms in engine.burdens:
+                others_ms += burden * (left_ms if 0.0 < left_ms < own_ms else own_ms)
+        interference_ms = own_ms * engine.slowdown
+        if engine.asleep:
+            wake_ms = engine.view.wake_ms or known.wake_ms or UNKNOWN_WAKE_MS
+        found.append(
+            Prediction(
+                mode,
+                queue_ms + own_ms + interference_ms + wake_ms,
+                others_ms,
+                queue_ms,
+                prefill_ms,
+                decode_ms,
+                interference_ms,
+                wake_ms,
+                correction,
+                known,
+                uncached_tokens,
+                output_tokens,
+                batch,
+            )
+        )
+    return found
+
+
+def _queue_ms(known: ModeCoefficients, engine: EngineLoad, left_tokens: float, own_tokens: int) -> float:
+    """Wait before the request's own prefill: prompts ahead of it, a free place in the batch, room in the KV cache."""
+    view = engine.view
+    wait_ms = view.pending_prefill_tokens * known.prefill_ms_per_token
+    excess = engine.load + 1 - view.max_running
+    if excess > 0:
+        wait_ms += excess / view.max_running * left_tokens * known.step_ms[engine.batch]
+    if view.kv_capacity_tokens:
+        overflow = view.kv_use + own_tokens / view.kv_capacity_tokens - 1.0
+        if overflow > 0:
+            wait_ms += min(1.0, overflow) * left_tokens * known.step_ms[engine.batch]
+    return wait_ms
+
+
+def accepted_per_step(
+    known: ModeCoefficients, engine: EngineLoad, features: RequestFeatures, snapshot: Snapshot
+) -> float:
+    """Learned for this mode and tag; else the profile's for the tag; else the engine's latest; else the default."""
+    accepted = snapshot.accepted_per_step.get(known.mode.name + ":" + features.tag)
+    if accepted is None:
+        accepted = known.accepted.get(features.tag)
+    if accepted is None and not snapshot.stale(engine.view):
+        accepted = engine.view.accepted_per_step
+    return known.accepted_default if accepted is None else accepted

@@ -1,0 +1,269 @@
+"""`decision-bench`: what a routing decision costs, part by part, and what the prefix index costs at size.
+
+Nothing is served; all parts are the ones the controller calls. Tokenising is measured apart, since it is the
+client's prompt that decides it.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import random
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from app.routing.features import RequestFeatures
+    from app.routing.policies import Policy
+    from app.routing.prefix_index import PrefixIndex, PromptChain
+    from app.routing.snapshot import Snapshot
+
+PROMPT_TOKENS = 1_000
+CHARS_PER_TOKEN = 4.5
+MANY_PREFIXES = 1_000_000
+FEW_PREFIXES = 1_000
+_WARM_UP = 500
+_ENGINES = ("fp16", "int8", "gptq", "speculative")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command("decision-bench")(decision_bench)
+
+
+def decision_bench(
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    repeats: Annotated[int, typer.Option(help="Calls per figure.", min=10)] = 5_000,
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json to time apart from the rest.")] = None,
+) -> None:
+    """Percentiles of features, prefix lookup and every policy for a 1,000-token prompt, in microseconds."""
+    results = measure_all(repeats, tokenizer)
+    if json:
+        typer.echo(json_format.dumps(results, indent=1))
+        return
+    for name, figures in results.items():
+        typer.echo(f"{name:32s} " + "  ".join(f"{key} {value:,.4g}" for key, value in figures.items()))
+
+
+def measure_all(repeats: int, tokenizer: str | None = None) -> dict[str, dict[str, float]]:
+    """All figures by name: `*_us` are microseconds, percentiles over `repeats` calls."""
+    results = _decisions(repeats)
+    results["prefix_index"] = _index_at_size(repeats)
+    if tokenizer is not None:
+        results["tokenising"] = _tokenising(tokenizer, min(repeats, 500))
+    return results
+
+
+def percentiles(calls: Callable[[int], object], repeats: int) -> dict[str, float]:
+    """Time `calls(0..repeats-1)` one by one; p50, p95 and p99 in microseconds."""
+    for number in range(_WARM_UP):
+        calls(number)
+    clock = time.perf_counter_ns
+    taken = []
+    for number in range(repeats):
+        began = clock()
+        calls(number)
+        taken.append(clock() - began)
+    taken.sort()
+    return {f"p{share}_us": taken[min(repeats - 1, repeats * share // 100)] / 1000 for share in (50, 95, 99)}
+
+
+def _prompts(count: int, seed: int = 0) -> list[str]:
+    """Prompts of about 1,000 tokens; the first half of their text is shared by groups of eight."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(2_000)]
+    length = int(PROMPT_TOKENS * CHARS_PER_TOKEN)
+
+    def text(chars: int) -> str:
+        return " ".join(rng.choices(words, k=chars // 4))[:chars]
+
+    shared = [text(length // 2) for _ in range(max(1, count // 8))]
+    return [shared[number % len(shared)] + text(length - length // 2) for number in range(count)]
+
+
+def _decisions(repeats: int) -> dict[str, dict[str, float]]:
+    from app.routing.features import measure
+    from app.routing.output_length import OutputLengthPredictor
+    from app.routing.policies import make_policy
+    from app.routing.prefix_index import PrefixIndex, text_chain
+    from app.routing.settings import RoutingSettings
+    from app.routing.snapshot import EngineView, Snapshot
+
+    modes = _modes()
+    settings = RoutingSettings()
+    profile = _profile()
+    rng = random.Random(1)
+    snapshots = [
+        Snapshot(
+            engines={
+                name: EngineView(
+                    engine=name,
+                    in_flight=(load := rng.choice((0, 0, 1, 2, 6))),
+                    running=load,
+                    kv_use=rng.random() * 0.9,
+                    pending_output_tokens=load * 60,
+                    pending_prefill_tokens=rng.choice((0, 500)) if load else 0,
+                    step_ms=20.0,
+                    kv_capacity_tokens=40_000,
+                )
+                for name in _ENGINES
+            },
+            corrections={"speculative:rewriting": 0.7, "gptq": 1.1},
+        )
+        for _ in range(64)
+    ]
+    predictor = OutputLengthPredictor()
+    index = PrefixIndex()
+    for engine in _ENGINES:
+        index.follow(engine, 1, 200_000)
+    prompts = _prompts(64)
+    for number, prompt in enumerate(prompts):
+        index.record(text_chain(prompt), PROMPT_TOKENS, _ENGINES[number % 4])
+    chains = [text_chain(prompt) for prompt in prompts]
+
+    def features(number: int) -> RequestFeatures:
+        prompt = prompts[number % 64]
+        chain = text_chain(prompt)
+        return measure(
+            text=prompt,
+            prompt_tokens=PROMPT_TOKENS,
+            snapshot=snapshots[number % 61],
+            predictor=predictor,
+            settings=settings,
+            max_tokens=256,
+            seen_tokens=index.seen_tokens(chain, PROMPT_TOKENS),
+            cached_tokens=index.cached_tokens(chain, PROMPT_TOKENS),
+        )
+
+    ready = [features(number) for number in range(64)]
+    for request in ready:
+        for length in (20, 60, 130):
+            predictor.observe(request.tag, request.prompt_shape, 256, length, 0.0)
+    results = {
+        "features": percentiles(features, repeats),
+        "features.prefix_chain": percentiles(lambda n: text_chain(prompts[n % 64]), repeats),
+        "features.prefix_lookup": _lookups(index, chains, repeats),
+    }
+    for name in ("rules", "rules_published", "cost", "static:fp16"):
+        policy = make_policy(name, modes, settings, profile)
+        results[f"policy.{name}"] = _policy(policy, ready, snapshots, repeats)
+    cost = make_policy("cost", modes, settings, profile)
+    results["features+cost"] = percentiles(lambda n: cost.decide(features(n), snapshots[n % 61]), repeats)
+    record = cost.decide(ready[0], snapshots[0])
+    results["records_to_json"] = percentiles(
+        lambda n: (ready[n % 64].to_json(), snapshots[n % 61].to_json(), record.to_json()), repeats
+    )
+    return results
+
+
+def _policy(policy: Policy, ready: list[RequestFeatures], live: list[Snapshot], repeats: int) -> dict[str, float]:
+    return percentiles(lambda n: policy.decide(ready[n % len(ready)], live[n % len(live)]), repeats)
+
+
+def _lookups(index: PrefixIndex, chains: list[PromptChain], repeats: int) -> dict[str, float]:
+    return percentiles(lambda n: index.cached_tokens(chains[n % len(chains)], PROMPT_TOKENS), repeats)
+
+
+def _modes() -> list[Any]:
+    from app.routing.mode_info import ModeInfo
+
+    return [
+        ModeInfo("fp16", "fp16", "fp16", True),
+        ModeInfo("prefix_caching", "fp16", "fp16", True, prefix_reuse=True),
+        ModeInfo("int8", "int8", "int8", False),
+        ModeInfo("int8_continuous_batching", "int8", "int8", False),
+        ModeInfo("gptq", "gptq", "gptq", False),
+        ModeInfo("gptq_prefix_caching", "gptq", "gptq", False, prefix_reuse=True),
+        ModeInfo("speculative", "speculative", "fp16", True, speculative=True),
+    ]
+
+
+def _profile() -> Any:
+    """Plausible coefficients: only the amount of work matters here."""
+    from app.routing.profile import parse_profile
+
+    def mode(prefill: float, step: float) -> dict[str, Any]:
+        return {
+            "prefill_ms": [[16, 20.0], [1024, 1000 * prefill], [2048, 2100 * prefill]],
+            "step_ms": [[1, step], [4, step * 1.1], [16, step * 1.6]],
+            "prefill_j": [[16, 1.0], [2048, 60.0]],
+            "decode_j_per_token": [[1, 3.0], [16, 0.6]],
+        }
+
+    modes = _modes()
+    return parse_profile(
+        {
+            "schema_version": 1,
+            "version": "bench",
+            "model": "bench",
+            "hardware": "bench",
+            "modes": {info.name: mode(1.0 if info.weights != "gptq" else 2.0, 40.0) for info in modes},
+            "interference": {one: {two: 1.5 for two in _ENGINES if two != one} for one in _ENGINES},
+            "quality": [
+                {"mode": info.name, "scope": "any", "outcome": "pass", "metric": "kl"}
+                for info in modes
+                if not info.lossless
+            ],
+        },
+        model="bench",
+        hardware="bench",
+    )
+
+
+def _index_at_size(repeats: int) -> dict[str, float]:
+    """Memory of an index of a million prefixes, and a lookup's time there and with a thousand."""
+    from app.routing.prefix_index import PrefixIndex
+
+    rng = random.Random(2)
+    tracemalloc.start()
+    many = PrefixIndex(2 * MANY_PREFIXES)
+    _fill(many, rng, MANY_PREFIXES)
+    used_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    few = PrefixIndex(2 * MANY_PREFIXES)
+    _fill(few, rng, FEW_PREFIXES)
+    figures = {"prefixes": float(MANY_PREFIXES), "megabytes": used_bytes / 1e6}
+    # Filling again from the same seeds makes equal chains of other objects, as a later request would.
+    for name, index, prefixes in (("few", few, FEW_PREFIXES), ("many", many, MANY_PREFIXES)):
+        chains = _fill(None, random.Random(2) if name == "many" else _after(MANY_PREFIXES), prefixes)
+        rng.shuffle(chains)
+        times = _lookups(index, chains, repeats)
+        figures |= {f"lookup_{name}_{share}": value for share, value in times.items()}
+    figures["many_to_few"] = figures["lookup_many_p50_us"] / figures["lookup_few_p50_us"]
+    return figures
+
+
+def _fill(index: PrefixIndex | None, rng: random.Random, prefixes: int) -> list[PromptChain]:
+    """Record prompts of 1,000 tokens until the engine's index holds `prefixes`; their chains, at most 20,000."""
+    from app.routing.prefix_index import text_chain
+
+    pattern = text_chain("x" * int(PROMPT_TOKENS * CHARS_PER_TOKEN))
+    blocks = len(pattern.hashes)
+    if index is not None:
+        index.follow("engine", 1)
+    chains = []
+    for number in range(prefixes // blocks):
+        chain = pattern._replace(hashes=[rng.getrandbits(61) for _ in range(blocks)])
+        if index is not None:
+            index.record(chain, PROMPT_TOKENS, "engine")
+        elif number < 20_000:
+            chains.append(chain)
+    return chains
+
+
+def _after(prefixes: int) -> random.Random:
+    """The generator as it is once `prefixes` have been drawn."""
+    rng = random.Random(2)
+    _fill(None, rng, prefixes)
+    return rng
+
+
+def _tokenising(path: str, repeats: int) -> dict[str, float]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(path)
+    prompts = _prompts(64)
+    return percentiles(lambda n: tokenizer.encode(prompts[n % 64], add_special_tokens=False), repeats)
