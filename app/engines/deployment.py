@@ -130,10 +130,12 @@ class Engine:
     def _load_now(self) -> dict[str, Any]:
         assert self._llm is not None
         counters = self._llm.counters
+        # The last step's counts stay when what was left is aborted, since no further step is taken.
+        busy = self._llm.has_work
         return {
-            "running": counters.running,
-            "waiting": counters.waiting,
-            "kv_cache_usage": counters.kv_cache_usage,
+            "running": counters.running if busy else 0,
+            "waiting": counters.waiting if busy else 0,
+            "kv_cache_usage": counters.kv_cache_usage if busy else 0.0,
             "steps": counters.steps,
             "prompt_tokens": counters.prompt_tokens,
             "generation_tokens": counters.generation_tokens,

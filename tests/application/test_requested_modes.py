@@ -1,0 +1,95 @@
+"""The modes that start only when named: each delta takes effect in an engine of its own, one after the other.
+
+They run without the application, to save the memory of its engines; the arguments are those it would use.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from app.config import load_settings
+from app.engines import store
+from app.engines.environment import UNSET, engine_environment
+from app.engines.starting import model_path, vllm_args
+
+pytestmark = pytest.mark.engine
+
+START = textwrap.dedent("""
+    import asyncio, json, sys
+    from app.engines.llm import LLM
+    from app.wire import Call, Endpoint
+
+    async def main(arguments):
+        llm = await asyncio.to_thread(LLM.load, "tried", arguments)
+        await llm.connect({})
+        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12,
+                "temperature": 0, "model": arguments["served_model_name"][0]}
+        reply = await llm.respond(Call("1", "1", Endpoint.CHAT, "tried", body))
+        text = json.loads(reply.body)["choices"][0]["message"]["content"]
+        print("RESULT" + json.dumps({"effective": await llm.effective(), "text": text}))
+        llm.shutdown()
+
+    if __name__ == "__main__":
+        asyncio.run(main(json.loads(sys.argv[1])))
+""")
+
+
+def started(mode, tmp_path, **args):
+    """What an engine for this one mode reports of itself, and its answer."""
+    settings = load_settings({"preset": "cpu", "modes": ["fp16", mode], **args})
+    spec = settings.engine_specs[-1]
+    arguments = {"model": model_path(spec, settings), **vllm_args(spec, settings)}
+    env = {key: value for key, value in os.environ.items() if key not in UNSET}
+    script = tmp_path / "start.py"
+    script.write_text(START)
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(arguments)],
+        env=env | engine_environment(settings, spec.name),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    result = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert result, done.stderr[-3000:]
+    return json.loads(result[0].removeprefix("RESULT"))
+
+
+def test_chunked_prefill_takes_small_chunks(tmp_path):
+    result = started("chunked_prefill", tmp_path)
+    assert result["effective"]["max_num_batched_tokens"] == 256
+    assert result["effective"]["enable_chunked_prefill"] is True
+    assert "Paris" in result["text"]
+
+
+def test_kv_cache_compression_keeps_8_bit_keys_and_values(tmp_path):
+    result = started("kv_cache_compression", tmp_path)
+    assert result["effective"]["cache_dtype"] == "fp8"
+    assert result["effective"]["kv_cache_dtype"] in ("torch.uint8", "torch.float8_e4m3fn")
+
+
+def test_awq_runs_4_bit_weights(tmp_path):
+    try:
+        store.resolve("embedded", "awq", {}, load_settings({"preset": "cpu"}).home)
+    except store.CheckpointError:
+        pytest.skip("no AWQ checkpoint: python -m app.engines.prepare --scheme awq")
+    result = started("awq", tmp_path)
+    assert any("WNA16" in name for name in result["effective"]["linear_methods"])
+
+
+def test_a_draft_model_speculates(tmp_path):
+    folder = store.resolve("embedded", "fp16", {}, load_settings({"preset": "cpu"}).home)
+    result = started("speculative_draft", tmp_path, model={"draft": folder})
+    assert result["effective"]["speculation"] == {"method": "draft_model", "tokens": 5}
+    assert "Paris" in result["text"]
+
+
+def test_the_compiled_mode_is_not_eager(tmp_path):
+    result = started("cuda_graphs", tmp_path)
+    assert result["effective"]["enforce_eager"] is False
+    assert result["effective"]["compilation_mode"] not in ("0", "CompilationMode.NONE")
+    assert "Paris" in result["text"]
