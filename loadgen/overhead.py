@@ -10,13 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from loadgen.bare_server import EngineDescription, EngineUnknown, describe_engine, first_model
+from loadgen.bare_server import EngineDescription, EngineUnknown, describe_engine
 from loadgen.client import OpenAIClient, ServerFault
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.overhead_report import compare, table_of
 from loadgen.overhead_trials import APP, BARE, CONTROL, Rounds, Side, TrialRunner, orders
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.records import OutputUnwritable, RecordWriter
+from loadgen.server_facts import NothingServed, first_model
 from loadgen.servers import (
     StartFailed,
     answers,
@@ -204,7 +205,7 @@ def register(app: typer.Typer) -> None:
         run = Run()
         try:
             interrupted = run_interruptible(_measure(options, run, console))
-        except (ServerFault, EngineUnknown, StartFailed, PromptError, OutputUnwritable) as error:
+        except (ServerFault, EngineUnknown, NothingServed, StartFailed, PromptError, OutputUnwritable) as error:
             console.print(f"overhead: {error}", style="red", markup=False)
             raise typer.Exit(2) from error
         _report(options, run, interrupted, console)

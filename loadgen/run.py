@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 
 from loadgen.arrivals import RATE_SCHEDULES, Replayed
-from loadgen.bare_server import EngineUnknown, first_model
 from loadgen.client import OpenAIClient, ServerFault
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.records import OutputUnwritable, RecordWriter, RequestRecord
 from loadgen.runner import Arrival, ClosedLoop, LoadRun, Manner, Progress
+from loadgen.server_facts import NothingServed, engines, first_model, tokenizer_folder
 from loadgen.servers import write_json
 from loadgen.summary import RunSummary, Slo, counts_line, summarise_run, table_of
 from loadgen.trace import TraceError, read_trace
@@ -58,15 +58,6 @@ class Found:
     engines: Any = None
 
 
-async def tokenizer_folder(client: OpenAIClient) -> Path:
-    """The model folder of one of the application's engines. Raises PromptError where the server does not say."""
-    try:
-        engines = (await client.get_json("/v1/modes")).get("engines") or []
-        return next(Path(item["engine_args"]["model"]) for item in engines if item.get("engine_args"))
-    except (ServerFault, StopIteration, KeyError, TypeError, AttributeError) as error:
-        raise PromptError(f"{client.base_url} does not name its model's folder: give --tokenizer FOLDER") from error
-
-
 async def _load(plan: Plan, manner: Manner, found: Found, console: Console) -> None:
     async with AsyncExitStack() as stack:
         writer = stack.enter_context(RecordWriter(plan.out))
@@ -88,7 +79,7 @@ async def _load(plan: Plan, manner: Manner, found: Found, console: Console) -> N
         with Bar(console=console, transient=True, auto_refresh=False) as bar:
             run.on_record = _advance(bar, run.progress.planned)
             await run.go(arrival)
-        found.engines = await _engines(client)
+        found.engines = await engines(client)
 
 
 def _advance(bar: Bar, planned: int) -> Callable[[RequestRecord], None]:
@@ -104,14 +95,6 @@ def _advance(bar: Bar, planned: int) -> Callable[[RequestRecord], None]:
             drawn_at = time.perf_counter()
 
     return advance
-
-
-async def _engines(client: OpenAIClient) -> Any:
-    """Load and memory of the engines after the run; None at a server that has no such page."""
-    try:
-        return (await client.get_json("/v1/modes")).get("engines")
-    except ServerFault:
-        return None
 
 
 def _items(plan: Plan, manner: Manner, maker: PromptMaker) -> tuple[Sequence[Item], Arrival]:
@@ -235,7 +218,7 @@ def register(app: typer.Typer) -> None:
                 out,
             )
             interrupted = run_interruptible(_load(plan, manner, found, console))
-        except (ServerFault, EngineUnknown, PromptError, TraceError, OutputUnwritable) as error:
+        except (ServerFault, NothingServed, PromptError, TraceError, OutputUnwritable) as error:
             console.print(f"run: {error}", style="red", markup=False)
             raise typer.Exit(2) from error
         total = _report(plan, manner, slo, found, interrupted, console)
