@@ -20,6 +20,7 @@ from loadgen.paper.figures import (
     static_modes,
     table_oracle,
 )
+from loadgen.paper.rules import rule_choices
 from loadgen.paper.tables import PaperTables, TablesDamaged, load_published, load_tables
 from loadgen.servers import write_json
 
@@ -69,7 +70,7 @@ def _or_unknown(value: float | None) -> str:
 
 def policy_choices(tables: PaperTables) -> dict[str, dict[str, str]]:
     """Choices by family of every policy that is scored on the table."""
-    return {
+    return rule_choices(tables) | {
         "what the 2.10x run executed": {family: row.mode for family, row in tables.online.items()},
         "the oracle of that run": {family: row.mode for family, row in tables.oracle.items()},
         "oracle of this table": table_oracle(tables),

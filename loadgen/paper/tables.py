@@ -51,6 +51,7 @@ class Family:
     shared_prefix: bool
     memory_pressure: bool
     multiple_choice: bool
+    mathematics: bool
     choices: Mapping[str, str]
 
 
@@ -148,5 +149,6 @@ def _family(row: Row) -> Family:
         shared_prefix=row["shared_prefix"] == "1",
         memory_pressure=row["memory_pressure"] == "1",
         multiple_choice=row["evaluation_mode"] == "multiple_choice_accuracy",
+        mathematics=row["evaluation_mode"] == "final_answer_exact_match",
         choices={"rule": row["rule"], "logistic": learned, "tree": learned, "forest": row["forest"]},
     )
