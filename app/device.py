@@ -8,6 +8,7 @@ process is gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray.serve")
 _LOOK_AT_HOLDER_EVERY_S = 1.0
+_WAIT_FOR_FIRST_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,12 @@ class Reading:
 
     free_bytes: int | None
     total_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    reading: Reading
+    at_s: float
 
 
 class Lease:
@@ -92,27 +100,40 @@ class Lease:
 
 
 class Device:
-    """The lease as a Serve deployment of its own: one replica on the device's node."""
+    """The lease as a Serve deployment of its own: one replica on the device's node.
+
+    Serve starts all engines' replicas at once and in no order. The first engine of the configuration is the one that
+    answers when no mode is named, so the others let it go first, unless it does not come.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._platform = settings.platform
+        self._first = settings.engine_specs[0].name
+        self._first_asked = asyncio.Event()
         self._lease = Lease()
-        self._before: dict[Holder, tuple[Reading, float]] = {}
+        self._before: dict[Holder, _Begun] = {}
 
     async def acquire(self, holder: Holder) -> Reading:
         """Wait for the lease; returns the reading at its start."""
+        if holder.name == self._first:
+            self._first_asked.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._first_asked.wait(), _WAIT_FOR_FIRST_S)
+        self._first_asked.set()
         await self._lease.acquire(holder)
         reading = self.read()
-        self._before[holder] = (reading, time.monotonic())
+        self._before[holder] = _Begun(reading, time.monotonic())
         return reading
 
     async def release(self, holder: Holder) -> Reading:
         """Give the lease back; returns the reading at its end and logs what changed."""
         await self._lease.release(holder)
         after = self.read()
-        if (begun := self._before.pop(holder, None)) and begun[0].free_bytes and after.free_bytes:
-            taken = (begun[0].free_bytes - after.free_bytes) / 2**30
-            log.info("%s held the device for %.1f s and took %.2f GiB", holder.name, time.monotonic() - begun[1], taken)
+        begun = self._before.pop(holder, None)
+        if begun and begun.reading.free_bytes and after.free_bytes:
+            taken_gib = (begun.reading.free_bytes - after.free_bytes) / 2**30
+            held_s = time.monotonic() - begun.at_s
+            log.info("%s held the device for %.1f s and took %.2f GiB", holder.name, held_s, taken_gib)
         return after
 
     def read(self) -> Reading:

@@ -198,17 +198,13 @@ class EngineSpec:
 
     name: str
     weights: Weights
-    delta: EngineArgs
+    delta: dict[str, Any]
     draft_model: bool
     modes: tuple[CarriedMode, ...]
 
     @property
     def prefix_caching(self) -> bool:
         return any(mode.prefix_reuse for mode in self.modes)
-
-    def engine_args(self, platform: Platform) -> dict[str, Any]:
-        """The reference with this engine's delta: the arguments that make the modes what they are."""
-        return {**REFERENCE[platform], **self.delta, "enable_prefix_caching": self.prefix_caching}
 
 
 def group_into_engines(modes: Iterable[Mode], platform: Platform, share: bool = True) -> tuple[EngineSpec, ...]:

@@ -55,7 +55,7 @@ def test_sharing_groups_equal_settings_and_loses_no_mode(chosen, platform):
     assert len(set(keys)) == len(keys)
     for engine in engines:
         assert engine.name == engine.modes[0].name
-        assert engine.engine_args(platform)["enable_prefix_caching"] == any(mode.prefix_reuse for mode in engine.modes)
+        assert engine.prefix_caching == any(mode.prefix_reuse for mode in engine.modes)
 
 
 @given(modes, platforms)

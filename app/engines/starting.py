@@ -16,7 +16,7 @@ from typing import Any
 
 from app.config import Settings
 from app.engines import store
-from app.modes import EngineSpec
+from app.modes import REFERENCE, EngineSpec
 
 _CAUSE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)(?:: .+)?)$")
 _NOT_THE_CAUSE = ("Engine core initialization failed", "EngineDeadError", "WorkerProc initialization failed")
@@ -29,13 +29,12 @@ class EngineStartFailed(RuntimeError):
 def vllm_args(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
     """vLLM's `AsyncEngineArgs` for an engine, before the weights are looked up; plain JSON values.
 
-    Precedence, low to high: the reference and the modes' delta, memory and lengths, the user's `engine_args`.
+    Precedence, low to high: the reference, memory and lengths, `engine_defaults`, what makes the modes what they are,
+    `engines.<name>`.
     """
     engine = settings.engine_settings(spec.name)
-    args = spec.engine_args(settings.platform)
-    if spec.draft_model:
-        args["speculative_config"] = {"model": settings.model.draft, "num_speculative_tokens": 5}
-    args |= {
+    args: dict[str, Any] = {
+        **REFERENCE[settings.platform],
         "served_model_name": [settings.model.served_name],
         "max_model_len": settings.model.max_model_len,
         "worker_extension_cls": "app.engines.worker_report.WorkerReport",
@@ -45,7 +44,12 @@ def vllm_args(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
         args["kv_cache_memory_bytes"] = engine.kv_cache_memory_bytes
     if engine.gpu_memory_utilization is not None:
         args["gpu_memory_utilization"] = engine.gpu_memory_utilization
-    return {key: value for key, value in (args | engine.engine_args).items() if value is not None}
+    args |= settings.engine_defaults.engine_args
+    args |= spec.delta | {"enable_prefix_caching": spec.prefix_caching}
+    if spec.draft_model:
+        args["speculative_config"] = {"model": settings.model.draft, "num_speculative_tokens": 5}
+    args |= settings.engines.get(spec.name, {}).get("engine_args", {})
+    return {key: value for key, value in args.items() if value is not None}
 
 
 def model_path(spec: EngineSpec, settings: Settings) -> str:

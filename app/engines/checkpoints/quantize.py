@@ -123,7 +123,9 @@ def end_with_parent() -> None:
     """End this process when the one that started it ends, even by SIGKILL: the pipe to our stdin closes then."""
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        # Not through sys.stdin: a thread that holds its lock crashes the interpreter as it shuts down.
+        while os.read(0, 4096):
+            pass
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
