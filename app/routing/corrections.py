@@ -7,7 +7,7 @@ when it was measured. Factors are bounded and visible (`Snapshot.corrections`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import exp, log
+from math import exp, inf, log
 
 from app.routing.tags import Tag
 
@@ -59,12 +59,12 @@ class Corrections:
         """A finished request took `observed_ms` in the engine where the profile alone predicts `predicted_ms`.
 
         The prediction must be without correction (`CostTerms.latency_ms` divided by `correction` where there was no
-        queue), and for the tokens really produced. Times that are not above 0 are ignored.
+        queue), and for the tokens really produced. Times that are not above 0 and finite are ignored.
         """
-        if not (observed_ms > 0 and predicted_ms > 0):
+        if not (0 < observed_ms < inf and 0 < predicted_ms < inf):
             return
         # A single request, however odd, counts for no more than twice the bounds.
-        log_ratio = min(2 * log(HIGHEST_FACTOR), max(2 * log(LOWEST_FACTOR), log(observed_ms / predicted_ms)))
+        log_ratio = min(2 * log(HIGHEST_FACTOR), max(2 * log(LOWEST_FACTOR), log(observed_ms) - log(predicted_ms)))
         key = correction_key(mode, tag)
         for name in (mode, key):
             ratio = self._ratios.get(name)

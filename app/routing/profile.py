@@ -72,7 +72,9 @@ class ModeProfile(_Part):
 class QualityEvidence(_Part):
     """A mode's measured quality against the reference in one scope.
 
-    `scope` is a client label, a workload tag, a request class or `any`; the most specific one that exists decides.
+    `scope` is a client label, a workload tag (`none` for text without one), a request class or `any`; the most
+    specific one that exists decides. Evidence from free text is of scope `none`, not of `any`: it says nothing of
+    mathematics.
     `delta` is in the metric's units (points of accuracy, ROUGE-L), negative for worse, with its confidence interval.
     """
 

@@ -45,7 +45,7 @@ class RoutingSettings(BaseModel):
     others_weight: float = Field(default=1.0, ge=0)
     """Weight of the delay that a request causes to those already running. 1 minimises the mean latency."""
     tie_margin: float = Field(default=0.02, ge=0, lt=1)
-    """Modes this close to the best are equal; one that reuses prefixes is then preferred, for later requests."""
+    """Modes of one engine this close are equal; the one that reuses prefixes is preferred, for later requests."""
 
     exploration_rate: float = Field(default=0.0, ge=0, le=1)
     """Share of requests that go to an eligible mode drawn at random."""

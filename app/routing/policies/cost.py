@@ -177,13 +177,16 @@ class CostPolicy:
         )
 
     def _reusing_tie(self, ranked: list[_Ranked]) -> int:
-        """The place of a mode as good as the first, on equal weights, that leaves its prefix for later requests."""
+        """The place of a mode as good as the first, on its engine, that leaves its prefix for later requests.
+
+        On one engine the two run the same way, so a small difference is noise of the measurement; on another it is not.
+        """
         rank, score, best = ranked[0]
         most = score * (1.0 + self._settings.tie_margin)
         for place, (other_rank, other_score, other) in enumerate(ranked):
             if other_rank != rank or other_score > most:
                 break
-            if other.mode.prefix_reuse and other.mode.weights == best.mode.weights:
+            if other.mode.prefix_reuse and other.mode.engine == best.mode.engine:
                 return place
         return 0
 

@@ -28,8 +28,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     slowdown: float
     """Share of time lost to the other active engines."""
     burdens: tuple[tuple[float, float], ...]
-    """If the engine is idle, for each active one: (its requests times their added share of time, their time left in
-    ms or 0 if unknown). An engine that runs already burdens them no more than before."""
+    """If the engine is idle, for each active one: its running requests times their added share of time, and their
+    time left in ms (0 if unknown). An engine that runs already burdens them no more than before."""
 
 
 def engine_loads(snapshot: Snapshot, interference: Interference) -> dict[str, EngineLoad]:
@@ -44,19 +44,20 @@ def engine_loads(snapshot: Snapshot, interference: Interference) -> dict[str, En
         left_tokens = view.pending_output_tokens / load if load else 0.0
         loads.append((name, view, load, left_tokens))
         if load:
-            active.append((name, load, left_tokens * (view.step_ms or 0.0)))
+            running = min(load, view.max_running)
+            active.append((name, running, left_tokens * (view.step_ms or 0.0)))
     found = {}
     for name, view, load, left_tokens in loads:
         slowdown = 0.0
         burdens: tuple[tuple[float, float], ...] = ()
         if active:
             of_this = interference.get(name, _NOTHING)
-            for other, other_load, left_ms in active:
+            for other, other_running, left_ms in active:
                 if other != name:
                     slowdown += of_this.get(other, 1.0) - 1.0
                     if not load:
                         added = interference.get(other, _NOTHING).get(name, 1.0) - 1.0
-                        burdens = (*burdens, (other_load * added, left_ms))
+                        burdens = (*burdens, (other_running * added, left_ms))
         batch = min(load + 1, view.max_running, MAX_BATCH)
         found[name] = EngineLoad(
             view, load, batch, view.residency is not Residency.RESIDENT, left_tokens, slowdown, burdens

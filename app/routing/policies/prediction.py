@@ -99,7 +99,9 @@ def predict(
             queue_ms = _queue_ms(known, engine, left_tokens, uncached_tokens + output_tokens)
             # Those in this batch wait for the prefill once, and make slower steps while both run.
             growth_ms = known.step_growth_ms[batch]
-            others_ms = engine.load * (growth_ms * (left_tokens if left_tokens < steps else steps) + prefill_ms)
+            others_ms = min(engine.load, engine.view.max_running) * (
+                growth_ms * (left_tokens if left_tokens < steps else steps) + prefill_ms
+            )
         elif engine.burdens:
             # This engine would begin to take the device's time from the others.
             for burden, left_ms in engine.burdens:

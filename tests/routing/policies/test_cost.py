@@ -1,0 +1,228 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.routing.corrections import Corrections
+from app.routing.decision import Decision, Ineligible, LostBy, Outcome, Refusal
+from app.routing.features import Objective, Quality, RequestFeatures, Wishes
+from app.routing.mode_info import ModeInfo
+from app.routing.policies.cost import CostPolicy
+from app.routing.profile import Profile, parse_profile
+from app.routing.settings import RoutingSettings
+from app.routing.snapshot import EngineView, Residency, Snapshot
+from app.routing.tags import Tag
+
+Make = Callable[..., Any]
+Decide = Callable[[RequestFeatures, Snapshot], Decision]
+
+
+@pytest.fixture
+def decide(modes: tuple[ModeInfo, ...], profile: Profile) -> Decide:
+    return decider(modes, profile)
+
+
+def decider(modes: tuple[ModeInfo, ...], profile: Profile | None, **settings: Any) -> Decide:
+    policy = CostPolicy(modes, RoutingSettings(**settings), profile)
+
+    def decide(features: RequestFeatures, snapshot: Snapshot) -> Decision:
+        return chosen(policy.decide(features, snapshot))
+
+    return decide
+
+
+def chosen(outcome: Outcome) -> Decision:
+    assert isinstance(outcome, Decision), outcome.reason
+    return outcome
+
+
+def test_the_fastest_mode_for_the_shape_wins(decide: Decide, features: Make, snapshot: Make) -> None:
+    assert decide(features(prompt_tokens=100, expected_output_tokens=200), snapshot()).engine == "gptq"
+    assert decide(features(prompt_tokens=2000, expected_output_tokens=1), snapshot()).engine == "int8"
+
+
+def test_the_decision_explains_itself(decide: Decide, features: Make, snapshot: Make) -> None:
+    made = decide(features(prompt_tokens=2000, expected_output_tokens=1), snapshot())
+    assert made.terms is not None
+    assert made.runner_up_terms is not None
+    assert made.runner_up is not None
+    assert made.policy == "cost"
+    assert made.profile_version == "p1"
+    assert made.terms.latency_ms == pytest.approx(5.0 + 0.07 * 1999)
+    assert made.runner_up in made.reason
+    assert "predicted 145 ms" in made.reason
+
+
+def test_a_cached_prefix_is_not_paid_for(decide: Decide, features: Make, snapshot: Make) -> None:
+    asked = features(prompt_tokens=4000, expected_output_tokens=2, cached_tokens={"fp16": 3900})
+    made = decide(asked, snapshot())
+    assert made.mode == "prefix_caching"
+    assert made.lost_by is LostBy.PREFILL
+
+
+def test_load_wins_over_a_small_prefix_hit(decide: Decide, features: Make, snapshot: Make) -> None:
+    """sglang PR#14532: cache affinity picked an overloaded worker."""
+    asked = features(prompt_tokens=500, expected_output_tokens=100, cached_tokens={"gptq": 64})
+    busy = snapshot({"stale_after_s": 5.0}, gptq={"in_flight": 40, "max_running": 8, "pending_output_tokens": 8000})
+    assert decide(asked, snapshot()).engine == "gptq"
+    assert decide(asked, busy).engine != "gptq"
+
+
+def test_prompts_ahead_of_it_are_waited_for(decide: Decide, features: Make, snapshot: Make) -> None:
+    asked = features(prompt_tokens=100, expected_output_tokens=20)
+    crowded = snapshot(gptq={"in_flight": 1, "pending_prefill_tokens": 20_000, "pending_output_tokens": 5})
+    assert decide(asked, crowded).engine != "gptq"
+
+
+def test_a_busy_device_is_not_split(decide: Decide, features: Make, snapshot: Make, content: Make, modes: Any) -> None:
+    """Four requests run on INT8. GPTQ is faster alone, but starting it slows all of them."""
+    running = snapshot(int8={"in_flight": 4, "running": 4, "pending_output_tokens": 400, "step_ms": 15.0})
+    asked = features(prompt_tokens=50, expected_output_tokens=100)
+    made = decide(asked, running)
+    assert made.engine == "int8"
+    harmless = parse_profile(content(interference={}), model="tiny", hardware="box")
+    assert decider(modes, harmless)(asked, running).engine == "gptq"
+
+
+def test_a_stale_report_of_load_is_not_believed(decide: Decide, features: Make, snapshot: Make) -> None:
+    report = {"running": 8, "waiting": 200, "max_running": 8}
+    assert decide(features(), snapshot(gptq={**report, "age_s": 0.1})).engine != "gptq"
+    assert decide(features(), snapshot(gptq={**report, "age_s": 60.0})).engine == "gptq"
+
+
+def test_a_sleeping_engine_is_charged_its_wake_up(decide: Decide, features: Make, snapshot: Make) -> None:
+    asleep = snapshot(gptq={"residency": Residency.ASLEEP, "wake_ms": 2000.0})
+    assert decide(features(expected_output_tokens=100), asleep).engine != "gptq"
+    long = decide(features(expected_output_tokens=5000), asleep)
+    assert long.engine == "gptq"
+    assert long.terms is not None
+    assert long.terms.wake_ms == 2000.0
+
+
+def test_speculation_is_for_rewriting(decide: Decide, features: Make, snapshot: Make) -> None:
+    asked = {"wishes": Wishes(quality=Quality.EXACT), "expected_output_tokens": 300}
+    assert decide(features(tag=Tag.REWRITING, **asked), snapshot()).mode == "speculative"
+    assert decide(features(tag=Tag.NONE, **asked), snapshot()).engine == "fp16"
+
+
+def test_what_acceptance_shows_online_is_used(decide: Decide, features: Make, snapshot: Make) -> None:
+    asked = {"wishes": Wishes(quality=Quality.EXACT), "expected_output_tokens": 300}
+    learned = snapshot({"accepted_per_step": {"speculative:code": 1.5, "speculative:rewriting": 0.0}})
+    assert decide(features(tag=Tag.CODE, **asked), learned).mode == "speculative"
+    assert decide(features(tag=Tag.REWRITING, **asked), learned).engine == "fp16"
+    # The engine's latest rate stands in for a tag nobody has measured, unless it is old.
+    for age_s, mode in ((0.0, "speculative"), (60.0, "prefix_caching")):
+        seen = snapshot(speculative={"accepted_per_step": 1.5, "age_s": age_s})
+        assert decide(features(tag=Tag.CODE, **asked), seen).mode == mode
+
+
+def test_online_correction_changes_the_choice(decide: Decide, features: Make, snapshot: Make) -> None:
+    corrections = Corrections()
+    for _ in range(30):
+        for mode in ("gptq", "gptq_prefix_caching"):
+            corrections.observe(mode, Tag.NONE, 300.0, 100.0, 0.0)
+    made = decide(features(), snapshot({"corrections": corrections.factors}))
+    assert made.engine == "int8"
+    assert decide(features(), snapshot()).engine == "gptq"
+
+
+def test_objectives(modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make) -> None:
+    decide = decider(modes, profile)
+
+    def engine(**wishes: Any) -> str:
+        return decide(
+            features(prompt_tokens=100, expected_output_tokens=200, wishes=Wishes(**wishes)), snapshot()
+        ).engine
+
+    assert engine() == "gptq"
+    assert engine(objective=Objective.ENERGY) == "int8"
+    assert engine(objective=Objective.WEIGHTED, energy_weight=0.0) == "gptq"
+    assert engine(objective=Objective.WEIGHTED, energy_weight=1.0) == "int8"
+    assert engine(objective=Objective.LIMIT, latency_limit_ms=1e6) == "int8"
+    assert engine(objective=Objective.LIMIT, latency_limit_ms=1700.0) == "gptq"
+    assert engine(objective=Objective.LIMIT, latency_limit_ms=0.1) == "gptq"
+
+
+def test_unknown_energy_is_not_zero(content: Make, modes: tuple[ModeInfo, ...], features: Make, snapshot: Make) -> None:
+    data = content()
+    for name in ("gptq", "gptq_prefix_caching"):
+        del data["modes"][name]["prefill_j"]
+    decide = decider(modes, parse_profile(data, model="tiny", hardware="box"))
+    asked = features(expected_output_tokens=200, wishes=Wishes(objective=Objective.ENERGY))
+    assert decide(asked, snapshot()).engine == "int8"
+    fast = decide(features(expected_output_tokens=200), snapshot())
+    assert fast.terms is not None
+    assert fast.terms.energy_j is None
+
+
+def test_the_energy_limit(modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make) -> None:
+    policy = CostPolicy(modes, RoutingSettings(max_energy_ratio=0.4), profile)
+    assert chosen(policy.decide(features(expected_output_tokens=200), snapshot())).engine == "int8"
+
+
+def test_on_a_shared_engine_a_tie_goes_to_prefix_reuse(decide: Decide, features: Make, snapshot: Make) -> None:
+    made = decide(features(wishes=Wishes(quality=Quality.EXACT)), snapshot())
+    assert made.mode == "prefix_caching"
+    assert made.runner_up == "fp16"
+    assert made.lost_by is LostBy.PREFIX_REUSE
+
+
+def test_without_a_profile_the_rules_decide(modes: tuple[ModeInfo, ...], features: Make, snapshot: Make) -> None:
+    made = decider(modes, None, accepted_modes=frozenset({"gptq"}))(features(expected_output_tokens=32), snapshot())
+    assert (made.mode, made.policy, made.stands_in_for) == ("gptq", "rules", "cost")
+    assert "rules stands in for cost" in made.reason
+
+
+def test_modes_the_profile_lacks_are_not_chosen(
+    content: Make, modes: tuple[ModeInfo, ...], features: Make, snapshot: Make
+) -> None:
+    data = content()
+    data["modes"] = {"fp16": data["modes"]["fp16"]}
+    policy = CostPolicy(modes, RoutingSettings(), parse_profile(data, model="tiny", hardware="box"))
+    assert chosen(policy.decide(features(), snapshot())).mode == "fp16"
+    without = policy.decide(features(), snapshot(fp16={"healthy": False}))
+    assert chosen(without).stands_in_for == "cost"
+
+
+def test_a_refusal_when_all_queues_are_full(
+    modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make
+) -> None:
+    full = {engine: {"in_flight": 256} for engine in ("fp16", "int8", "gptq", "speculative")}
+    outcome = CostPolicy(modes, RoutingSettings(), profile).decide(features(), snapshot(**full))
+    assert isinstance(outcome, Refusal)
+    assert outcome.code is Ineligible.QUEUE_FULL
+
+
+@given(st.floats(0, 1, exclude_max=True), st.floats(0.01, 1))
+def test_exploration_stays_among_eligible_modes(draw: float, rate: float) -> None:
+    modes = (ModeInfo("fp16", "fp16", "fp16", True), ModeInfo("gptq", "gptq", "gptq", False))
+    content = {
+        "schema_version": 1,
+        "version": "p",
+        "model": "m",
+        "hardware": "h",
+        "modes": {
+            name: {"prefill_ms": [[1, 1.0], [9, 2.0]], "step_ms": [[1, step]]}
+            for name, step in (("fp16", 9), ("gptq", 1))
+        },
+    }
+    profile = parse_profile(content, model="m", hardware="h")
+    live = Snapshot(engines={name: EngineView(engine=name) for name in ("fp16", "gptq")})
+    asked = RequestFeatures(prompt_tokens=9, expected_output_tokens=9, draw=draw)
+    ungated = chosen(CostPolicy(modes, RoutingSettings(exploration_rate=rate), profile).decide(asked, live))
+    assert ungated.mode == "fp16"
+    settings = RoutingSettings(exploration_rate=rate, accepted_modes=frozenset({"gptq"}))
+    gated = chosen(CostPolicy(modes, settings, profile).decide(asked, live))
+    assert gated.explored == (draw < rate)
+    if not gated.explored:
+        assert gated.mode == "gptq"
+
+
+def test_exploration_reaches_every_mode(
+    modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make
+) -> None:
+    decide = decider(modes, profile, exploration_rate=0.1)
+    drawn = {decide(features(draw=number / 1000), snapshot()).mode for number in range(100)}
+    assert drawn == {mode.name for mode in modes}
