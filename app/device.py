@@ -73,11 +73,15 @@ class Lease:
     def holder(self) -> Holder | None:
         return self._queue[0] if self._queue else None
 
+    def ask(self, holder: Holder) -> None:
+        """Join the queue without waiting. A holder that asks again keeps its place."""
+        if holder not in self._queue:
+            self._queue.append(holder)
+
     async def acquire(self, holder: Holder) -> None:
-        """Wait for the turn. A holder that asks again keeps its place."""
+        """Join the queue and wait for the turn."""
+        self.ask(holder)
         async with self._changed:
-            if holder not in self._queue:
-                self._queue.append(holder)
             while self._queue[0] != holder:
                 # No event tells of a foreign process's death, so look at the one in front from time to time.
                 try:
@@ -116,9 +120,10 @@ class Device:
     async def acquire(self, holder: Holder) -> Reading:
         """Wait for the lease; returns the reading at its start."""
         if holder.name == self._first:
-            self._first_asked.set()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._first_asked.wait(), _WAIT_FOR_FIRST_S)
+            self._lease.ask(holder)
+        else:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._first_asked.wait(), _WAIT_FOR_FIRST_S)
         self._first_asked.set()
         await self._lease.acquire(holder)
         reading = self.read()

@@ -6,7 +6,8 @@ import sys
 
 import psutil
 
-from app.device import Holder, Lease
+from app.config import load_settings
+from app.device import Device, Holder, Lease
 
 
 async def test_one_at_a_time_in_the_order_of_asking():
@@ -54,3 +55,27 @@ def test_a_reused_process_id_is_not_the_holder():
     here = Holder.here("me")
     assert here.alive()
     assert not Holder("me", here.pid, here.created_s - 1).alive()
+
+
+async def test_the_first_engine_of_the_configuration_goes_first():
+    device, here = Device(load_settings({"preset": "cpu"})), Holder.here("gptq")
+    granted = []
+
+    async def take(holder):
+        await device.acquire(holder)
+        granted.append(holder.name)
+        await device.release(holder)
+
+    others = [asyncio.create_task(take(Holder(name, here.pid, here.created_s))) for name in ("gptq", "int8")]
+    await asyncio.sleep(0.01)
+    assert granted == []
+    await take(Holder("fp16", here.pid, here.created_s))
+    await asyncio.gather(*others)
+    assert granted == ["fp16", "gptq", "int8"]
+
+
+async def test_the_others_do_not_wait_for_a_first_engine_that_does_not_come(monkeypatch):
+    monkeypatch.setattr("app.device._WAIT_FOR_FIRST_S", 0.01)
+    device = Device(load_settings({"preset": "cpu"}))
+    reading = await asyncio.wait_for(device.acquire(Holder.here("gptq")), 5)
+    assert 0 < reading.free_bytes < reading.total_bytes
