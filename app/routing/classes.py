@@ -16,6 +16,9 @@ OUTPUT_LONG_FROM_TOKENS = 128
 PREFILL_HEAVY_ABOVE_SCORE = 40
 
 
+_READING = frozenset({Tag.MULTIPLE_CHOICE, Tag.BENCHMARK})
+
+
 class RequestClass(StrEnum):
     """In order of precedence; `standard` is none of the others."""
 
@@ -101,11 +104,6 @@ def classify(
         return RequestClass.MEMORY_PRESSURE
     if output_tokens >= OUTPUT_LONG_FROM_TOKENS or tag is Tag.MATHEMATICS:
         return RequestClass.DECODE_HEAVY
-    if (
-        tag is Tag.MULTIPLE_CHOICE
-        or tag is Tag.BENCHMARK
-        or prompt_tokens >= PROMPT_LONG_FROM_TOKENS
-        or score > PREFILL_HEAVY_ABOVE_SCORE
-    ):
+    if tag in _READING or prompt_tokens >= PROMPT_LONG_FROM_TOKENS or score > PREFILL_HEAVY_ABOVE_SCORE:
         return RequestClass.PREFILL_HEAVY
     return RequestClass.STANDARD

@@ -79,7 +79,10 @@ class Snapshot(JsonRecord, frozen=True, kw_only=True):
 
     def total_load(self) -> int:
         """Requests on the device."""
-        return sum([self.load(view) for view in self.engines.values()])
+        total = 0
+        for view in self.engines.values():
+            total += self.load(view)
+        return total
 
     def kv_use(self) -> float:
         """KV-cache use of the fullest engine whose report is fresh, 0 to 1."""

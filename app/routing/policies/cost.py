@@ -213,13 +213,15 @@ def _lost_by(chosen: _Ranked, runner_up: _Ranked, objective: Objective) -> LostB
     if chosen[0] == 0 and objective is not Objective.LATENCY:
         return LostBy.ENERGY
     better, worse = chosen[2], runner_up[2]
-    return max(
-        (
-            (worse.queue_ms - better.queue_ms, LostBy.QUEUE),
-            (worse.prefill_ms - better.prefill_ms, LostBy.PREFILL),
-            (worse.decode_ms - better.decode_ms, LostBy.DECODE),
-            (worse.interference_ms - better.interference_ms, LostBy.INTERFERENCE),
-            (worse.others_ms - better.others_ms, LostBy.OTHERS),
-            (worse.wake_ms - better.wake_ms, LostBy.WAKE),
-        )
-    )[1]
+    differences = (
+        worse.queue_ms - better.queue_ms,
+        worse.prefill_ms - better.prefill_ms,
+        worse.decode_ms - better.decode_ms,
+        worse.interference_ms - better.interference_ms,
+        worse.others_ms - better.others_ms,
+        worse.wake_ms - better.wake_ms,
+    )
+    return _TERMS[differences.index(max(differences))]
+
+
+_TERMS = (LostBy.QUEUE, LostBy.PREFILL, LostBy.DECODE, LostBy.INTERFERENCE, LostBy.OTHERS, LostBy.WAKE)

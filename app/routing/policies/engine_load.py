@@ -19,8 +19,12 @@ class EngineLoad(msgspec.Struct, frozen=True):
     view: EngineView
     load: int
     """Requests there now."""
+    running: int
+    """Those of them that are decoded at once."""
     batch: int
     """Sequences in a decode step once the request has joined."""
+    kv_use: float
+    """Share of the KV cache in use; 0 where the report is stale."""
     asleep: bool
     """Not resident: to be woken first."""
     left_tokens: float
@@ -39,30 +43,49 @@ def engine_loads(snapshot: Snapshot, interference: Interference) -> dict[str, En
     active = []
     for name, view in snapshot.engines.items():
         load = view.in_flight
-        if view.age_s <= stale_after_s and view.running + view.waiting > load:
-            load = view.running + view.waiting
-        left_tokens = view.pending_output_tokens / load if load else 0.0
-        loads.append((name, view, load, left_tokens))
+        # As `Snapshot.load`, written out because it runs for every engine of every decision.
+        if view.age_s <= stale_after_s:
+            reported = view.running + view.waiting
+            if reported > load:
+                load = reported
+        left_tokens = 0.0
+        most = view.max_running if view.max_running < MAX_BATCH else MAX_BATCH
         if load:
-            running = min(load, view.max_running)
-            active.append((name, running, left_tokens * (view.step_ms or 0.0)))
+            left_tokens = view.pending_output_tokens / load
+            active.append((name, load if load < most else most, left_tokens * (view.step_ms or 0.0)))
+        loads.append((name, view, load, most, left_tokens))
     found = {}
-    for name, view, load, left_tokens in loads:
+    for name, view, load, most, left_tokens in loads:
         slowdown = 0.0
         burdens: tuple[tuple[float, float], ...] = ()
         if active:
-            of_this = interference.get(name, _NOTHING)
-            for other, other_running, left_ms in active:
-                if other != name:
-                    slowdown += of_this.get(other, 1.0) - 1.0
-                    if not load:
-                        added = interference.get(other, _NOTHING).get(name, 1.0) - 1.0
-                        burdens = (*burdens, (other_running * added, left_ms))
-        batch = min(load + 1, view.max_running, MAX_BATCH)
+            of_this = interference.get(name)
+            if of_this is not None:
+                for other, _, _ in active:
+                    if other != name:
+                        slowdown += of_this.get(other, 1.0) - 1.0
+            if not load:
+                burdens = tuple(
+                    [
+                        (running * (interference.get(other, _NOTHING).get(name, 1.0) - 1.0), left_ms)
+                        for other, running, left_ms in active
+                    ]
+                )
+        full = load >= most
         found[name] = EngineLoad(
-            view, load, batch, view.residency is not Residency.RESIDENT, left_tokens, slowdown, burdens
+            view,
+            load,
+            most if full else load,
+            most if full else load + 1,
+            view.kv_use if view.age_s <= stale_after_s else 0.0,
+            view.residency is not _RESIDENT,
+            left_tokens,
+            slowdown,
+            burdens,
         )
     return found
 
 
 _NOTHING: Mapping[str, float] = {}
+# Reading a member from its enumeration takes ten times as long as reading a global.
+_RESIDENT = Residency.RESIDENT

@@ -99,9 +99,8 @@ def predict(
             queue_ms = _queue_ms(known, engine, left_tokens, uncached_tokens + output_tokens)
             # Those in this batch wait for the prefill once, and make slower steps while both run.
             growth_ms = known.step_growth_ms[batch]
-            others_ms = min(engine.load, engine.view.max_running) * (
-                growth_ms * (left_tokens if left_tokens < steps else steps) + prefill_ms
-            )
+            both_tokens = left_tokens if left_tokens < steps else steps
+            others_ms = engine.running * (growth_ms * both_tokens + prefill_ms)
         elif engine.burdens:
             # This engine would begin to take the device's time from the others.
             for burden, left_ms in engine.burdens:
@@ -137,7 +136,7 @@ def _queue_ms(known: ModeCoefficients, engine: EngineLoad, left_tokens: float, o
     if excess > 0:
         wait_ms += excess / view.max_running * left_tokens * known.step_ms[engine.batch]
     if view.kv_capacity_tokens:
-        overflow = view.kv_use + own_tokens / view.kv_capacity_tokens - 1.0
+        overflow = engine.kv_use + own_tokens / view.kv_capacity_tokens - 1.0
         if overflow > 0:
             wait_ms += min(1.0, overflow) * left_tokens * known.step_ms[engine.batch]
     return wait_ms
