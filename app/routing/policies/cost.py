@@ -55,7 +55,7 @@ class CostPolicy:
         if not self._coefficients:
             return self._leave_to_rules(features, snapshot)
         eligible, refused = self._eligibility.split(features, snapshot)
-        engines = engine_loads(snapshot, self._interference)
+        engines = engine_loads(features, snapshot, self._interference)
         predictions = self._predict(eligible, engines, features, snapshot)
         if len(predictions) < len(eligible):
             if not predictions:
@@ -78,7 +78,7 @@ class CostPolicy:
     def predictions(self, features: RequestFeatures, snapshot: Snapshot) -> dict[str, Prediction]:
         """Predicted cost of every eligible mode that the profile has, by name: for replay, corrections and training."""
         eligible, _ = self._eligibility.split(features, snapshot)
-        engines = engine_loads(snapshot, self._interference)
+        engines = engine_loads(features, snapshot, self._interference)
         return {found.mode.name: found for found in self._predict(eligible, engines, features, snapshot)}
 
     def _predict(

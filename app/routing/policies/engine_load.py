@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from app.routing.coefficients import MAX_BATCH
+from app.routing.features import RequestFeatures
 from app.routing.snapshot import EngineView, Residency, Snapshot
 
 Interference = Mapping[str, Mapping[str, float]]
@@ -23,8 +24,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """Those of them that are decoded at once."""
     batch: int
     """Sequences in a decode step once the request has joined."""
-    kv_use: float
-    """Share of the KV cache in use; 0 where the report is stale."""
+    wait_share: float
+    """What part of the requests there must finish before this one has a place in the batch and room in the KV cache."""
     asleep: bool
     """Not resident: to be woken first."""
     left_tokens: float
@@ -36,8 +37,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     time left in ms (0 if unknown). An engine that runs already burdens them no more than before."""
 
 
-def engine_loads(snapshot: Snapshot, interference: Interference) -> dict[str, EngineLoad]:
-    """All engines of the snapshot, by name."""
+def engine_loads(features: RequestFeatures, snapshot: Snapshot, interference: Interference) -> dict[str, EngineLoad]:
+    """All engines of the snapshot, by name, as the request would find them."""
     stale_after_s = snapshot.stale_after_s
     loads = []
     active = []
@@ -72,12 +73,21 @@ def engine_loads(snapshot: Snapshot, interference: Interference) -> dict[str, En
                     ]
                 )
         full = load >= most
+        wait_share = 0.0
+        if load:
+            if full:
+                wait_share = (load + 1 - most) / most
+            if view.kv_capacity_tokens and view.age_s <= stale_after_s:
+                tokens = features.prompt_tokens - features.cached_tokens.get(name, 0) + features.expected_output_tokens
+                overflow = view.kv_use + tokens / view.kv_capacity_tokens - 1.0
+                if overflow > 0.0:
+                    wait_share += min(1.0, overflow)
         found[name] = EngineLoad(
             view,
             load,
             most if full else load,
             most if full else load + 1,
-            view.kv_use if view.age_s <= stale_after_s else 0.0,
+            wait_share,
             view.residency is not _RESIDENT,
             left_tokens,
             slowdown,

@@ -96,7 +96,10 @@ def predict(
         queue_ms = others_ms = wake_ms = 0.0
         if engine.load:
             left_tokens = engine.left_tokens or output_tokens
-            queue_ms = _queue_ms(known, engine, left_tokens, uncached_tokens + output_tokens)
+            # Prompts ahead of it, then a place in the batch.
+            queue_ms = engine.view.pending_prefill_tokens * known.prefill_ms_per_token
+            if engine.wait_share:
+                queue_ms += engine.wait_share * left_tokens * known.step_ms[batch]
             # Those in this batch wait for the prefill once, and make slower steps while both run.
             growth_ms = known.step_growth_ms[batch]
             both_tokens = left_tokens if left_tokens < steps else steps
@@ -126,20 +129,6 @@ def predict(
             )
         )
     return found
-
-
-def _queue_ms(known: ModeCoefficients, engine: EngineLoad, left_tokens: float, own_tokens: int) -> float:
-    """Wait before the request's own prefill: prompts ahead of it, a free place in the batch, room in the KV cache."""
-    view = engine.view
-    wait_ms = view.pending_prefill_tokens * known.prefill_ms_per_token
-    excess = engine.load + 1 - view.max_running
-    if excess > 0:
-        wait_ms += excess / view.max_running * left_tokens * known.step_ms[engine.batch]
-    if view.kv_capacity_tokens:
-        overflow = engine.kv_use + own_tokens / view.kv_capacity_tokens - 1.0
-        if overflow > 0:
-            wait_ms += min(1.0, overflow) * left_tokens * known.step_ms[engine.batch]
-    return wait_ms
 
 
 def accepted_per_step(
