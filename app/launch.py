@@ -33,6 +33,8 @@ FAST_PATH = {
     # Calls between replicas without a thread hop for each.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # Ray starts its workers at niceness 15: anything else on the machine would be served before the engines.
+    "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """Set unless the user's environment says otherwise."""
@@ -108,7 +110,7 @@ def _announce(url: str, overview: dict[str, Any]) -> None:
     console.print(
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '"
         '{"model": "auto", "messages": [{"role": "user", "content": "What is the capital of France?"}], '
-        "\"max_tokens\": 32}'\n",
+        '"max_tokens": 32}\'\n',
         soft_wrap=True,
         markup=False,
         highlight=False,
