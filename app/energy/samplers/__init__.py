@@ -1,0 +1,1 @@
+"""One file per way to measure, behind the contract in `base.py`."""
