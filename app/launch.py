@@ -33,6 +33,9 @@ FAST_PATH = {
     # Calls between replicas without a thread hop for each.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # How long a front stays up for load balancers to notice that it goes; here there are none, and Ctrl-C waits for it.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "1",
     # Ray starts its workers at niceness 15: anything else on the machine would be served before the engines.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
