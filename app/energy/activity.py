@@ -127,6 +127,7 @@ class ActivityRecorder:
         self._dropped = 0
         self._open: _OpenSlice | None = None
         self._busy_since_s: float | None = None
+        self._told: tuple[bool, int | None, tuple[str, ...]] | None = None
 
     def begin(self, request_id: str, labels: Labels) -> None:
         """The engine took the request. The same id again only renews the labels."""
@@ -160,8 +161,16 @@ class ActivityRecorder:
         if self._busy_since_s is not None:
             self._busy_since_s = max(self._busy_since_s, end_s)
 
+    def take_news(self) -> ActivityBatch | None:
+        """The next batch while requests are under way or anything happened since the last one; else None."""
+        told = (self.resident, self.resident_bytes, self.devices)
+        if not (self._labels or self._slices or self._open or self._ended or told != self._told):
+            return None
+        return self.take()
+
     def take(self) -> ActivityBatch:
         """The next batch: everything since the last one."""
+        self._told = (self.resident, self.resident_bytes, self.devices)
         now_s = self._clock()
         self._close()
         ended = tuple(self._ended)

@@ -65,6 +65,8 @@ class Window(NamedTuple):
     start_s: float
     end_s: float
     measured_j: float
+    end_energy_j: float = 0.0
+    """The device's cumulative reading at the end."""
 
 
 class Credit(NamedTuple):

@@ -57,6 +57,11 @@ class EnginePower:
         known = {engine for engine, value in watts.items() if value > 0 and self._own_s2(engine) >= _KNOWN_S2}
         return PowerEstimate(watts, frozenset(known))
 
+    def known_watts(self) -> dict[str, float]:
+        """Every engine whose power is known, for the next meter to begin with."""
+        estimate = self.estimate(self._responses)
+        return {engine: estimate.watts[engine] for engine in sorted(estimate.known)}
+
     def _own_s2(self, engine: str) -> float:
         """Evidence left when what a companion explains as well is taken away (a Schur complement with each)."""
         own = self._products.get((engine, engine), 0.0)

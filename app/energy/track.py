@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 from app.energy.activity import Slice
 from app.energy.attribution import Placed, Settlement, TokenWeights, Window, settle
@@ -36,6 +37,8 @@ class Track:
         """Time whose energy is unknown: before a counter reset, while a device was lost."""
         self.late_busy_s = 0.0
         """Busy time reported after its window was settled: its joules went to the others, or to the residual."""
+        self.last_power_w: float | None = None
+        """The last look's instant power, where the device offers it."""
         self._weights = weights
         self._start = resume
         """Where the next window begins; None before the first point."""
@@ -64,6 +67,7 @@ class Track:
         sample = self.sampler.sample(now_s)
         if sample.point is not None:
             self._take(sample.point, sample.unbroken)
+        self.last_power_w = sample.power_w
         if sample.power_w is not None:
             self._instants.append((sample.at_s, sample.power_w))
         return sample.event
@@ -131,7 +135,7 @@ class Track:
     def _settle_to(self, end: Point, active: dict[str, list[tuple[float, float]]]) -> Settlement:
         start = self._start
         assert start is not None
-        window = Window(start.at_s, end.at_s, end.energy_j - start.energy_j)
+        window = Window(start.at_s, end.at_s, end.energy_j - start.energy_j, end.energy_j)
         idle_w = self.baseline.idle_w
         near = [item for item in self._placed if item.slice.end_s >= start.at_s and item.slice.start_s <= end.at_s]
         engines = {item.engine for item in near}
@@ -144,7 +148,7 @@ class Track:
         if settlement.busy_s and settlement.idle_j is not None:
             self.power.observe(settlement.busy_s, window.measured_j - settlement.idle_j)
         if not settlement.busy_s:
-            self.baseline.observe(*window)
+            self.baseline.observe(window.start_s, window.end_s, window.measured_j)
         return settlement
 
     def _learn_from_instants(
@@ -164,3 +168,19 @@ class Track:
         if self._start is not None:
             horizon_s = self._start.at_s - _KEEP_S
             self._placed = [item for item in self._placed if item.slice.end_s >= horizon_s]
+
+    def state(self) -> dict[str, Any]:
+        """What this device's figures rest on, as JSON."""
+        info = self.sampler.info
+        return {
+            "device": info.device,
+            "name": info.name,
+            "method": info.method.value,
+            "scope": info.scope,
+            "capabilities": dict(info.capabilities),
+            "notes": list(info.notes),
+            "idle_w": self.baseline.idle_w,
+            "engine_watts": self.power.known_watts(),
+            "unmeasured_s": self.unmeasured_s,
+            "late_busy_s": self.late_busy_s,
+        }

@@ -210,6 +210,10 @@ class NvmlSampler:
         value_w = _millis(_FIELD_READERS.get(field.valueType, _no_number)(field.value))
         return value_w if 0 <= value_w <= self._device.limit_w else None
 
+    def average_power_w(self) -> float | None:
+        """Power as NVML averages it, for comparison; None where it cannot be read."""
+        return _asked(lambda: _millis(pynvml.nvmlDeviceGetPowerUsage(self._device.handle)))
+
     # Trouble ----------------------------------------------------------------------------------------------------
 
     def _failed(self, now_s: float, error: pynvml.NVMLError) -> Sample:

@@ -1,0 +1,103 @@
+"""Keeps a ledger open through trouble: a damaged file is set aside, a full disk is waited out, old rows go."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from app.energy.accounts import Rows
+from app.energy.ledger import Ledger, open_or_set_aside, set_aside
+from app.energy.rows import CalibrationRow, RequestRecord, RowRefused
+
+log = logging.getLogger("ray.serve")
+_CLEAN_EVERY_S = 3600.0
+_S_PER_DAY = 86400.0
+
+
+class LedgerFile:
+    """The meter's ledger. `ledger` is None while it cannot be opened, and `message` says why."""
+
+    def __init__(self, path: Path, retention_days: float, wall: Callable[[], float]) -> None:
+        self.path = path
+        self.ledger: Ledger | None = None
+        self.message: str | None = None
+        self._retention_s = retention_days * _S_PER_DAY
+        self._wall = wall
+        self._clean_at_s = 0.0
+        self._open()
+
+    def _open(self) -> bool:
+        try:
+            self.ledger, aside = open_or_set_aside(self.path)
+        except (OSError, sqlite3.Error) as error:
+            self._tell(f"{self.path}: {error}")
+            return False
+        self.message = aside
+        return True
+
+    def write(self, rows: Rows, calibrations: Sequence[CalibrationRow]) -> bool:
+        """One flush; False when it must be tried again.
+
+        Raises:
+            Fenced
+        """
+        if self.ledger is None and not self._open():
+            return False
+        assert self.ledger is not None
+        try:
+            self.ledger.write(rows.intervals, rows.credits, rows.requests, calibrations)
+            self._clean()
+        except sqlite3.OperationalError as error:
+            # Full, locked, or not writable for now.
+            self._tell(f"{self.path}: {error}")
+            return False
+        except sqlite3.DatabaseError as error:
+            self._replace(error)
+            return False
+        return True
+
+    def record(self, records: Sequence[RequestRecord]) -> int:
+        """Write the controller's rows; returns how many were refused because they hold text.
+
+        Raises:
+            Fenced, sqlite3.Error: none was written.
+        """
+        if self.ledger is None and not self._open():
+            raise sqlite3.OperationalError(f"the ledger cannot be opened: {self.message}")
+        assert self.ledger is not None
+        kept = []
+        for record in records:
+            try:
+                record.columns()
+            except RowRefused as refused:
+                log.error("request %s is not recorded: %s", record.request_id, refused)
+            else:
+                kept.append(record)
+        self.ledger.record(kept)
+        return len(records) - len(kept)
+
+    def _clean(self) -> None:
+        assert self.ledger is not None
+        if self._wall() < self._clean_at_s:
+            return
+        if self.ledger.forget_before(self._wall() - self._retention_s) == 0:
+            self._clean_at_s = self._wall() + _CLEAN_EVERY_S
+
+    def _replace(self, error: sqlite3.DatabaseError) -> None:
+        assert self.ledger is not None
+        self.ledger.close()
+        self.ledger = None
+        aside = set_aside(self.path)
+        if self._open():
+            self._tell(f"{self.path} became unreadable ({error}); it was set aside as {aside.name}")
+
+    def _tell(self, message: str) -> None:
+        if message != self.message:
+            log.error("energy ledger: %s", message)
+        self.message = message
+
+    def close(self) -> None:
+        if self.ledger is not None:
+            self.ledger.close()
