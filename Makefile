@@ -29,7 +29,7 @@ $(VENV)/.installed: $(REQUIREMENTS) pyproject.toml
 	@date +"%T creating the environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(addprefix -r ,$(REQUIREMENTS))
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -e .
 	$(BIN)/python -c "import transformers.models.llama, vllm, ray.serve"
 	@touch $@
 	@date +"%T environment ready"
