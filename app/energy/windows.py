@@ -7,7 +7,7 @@ while before and after (or none was), and the error is the same on both sides an
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -76,5 +76,5 @@ def active_at(moment_s: float, around_s: float, active: dict[str, list[tuple[flo
 def _distance_s(moment_s: float, changes: Sequence[float]) -> float:
     index = bisect_left(changes, moment_s)
     before = moment_s - changes[index - 1] if index else float("inf")
-    after = changes[bisect_right(changes, moment_s, lo=index)] - moment_s if index < len(changes) else float("inf")
+    after = changes[index] - moment_s if index < len(changes) else float("inf")
     return min(before, after)

@@ -167,17 +167,17 @@ class NvmlSampler:
 
     def _count(self, now_s: float, counter_j: float) -> Sample:
         """A point when the counter has stepped; it did so at some moment since the last look."""
-        before_j, before_s = self._counter_j, self._last_look_s
-        if before_j is None or before_s is None:
+        before_j, before_s, moved_s = self._counter_j, self._last_look_s, self._moved_s
+        if before_j is None or before_s is None or moved_s is None:
             self._counter_j, self._moved_s = counter_j, now_s
             return Sample(now_s)
         if counter_j == before_j:
-            if now_s - (self._moved_s or now_s) > _STALLED_AFTER_S:
+            if now_s - moved_s > _STALLED_AFTER_S:
                 self._counting, self._broken, self._power = False, True, None
                 return Sample(now_s, event="counter_stalled: integrating power instead")
             return Sample(now_s)
         # The step may hold what was drawn since the step before it.
-        since_s = now_s - (self._moved_s or before_s) + 0.5
+        since_s = now_s - moved_s + 0.5
         if counter_j < before_j or counter_j - before_j > self._device.limit_w * since_s:
             return self._doubt(now_s, before_j, counter_j)
         self._doubts = 0
@@ -227,7 +227,7 @@ class NvmlSampler:
         return Sample(now_s, event=f"read_error: {error}")
 
     def _try_again(self, now_s: float) -> Sample:
-        if now_s < (self._retry_s or 0.0):
+        if self._retry_s is not None and now_s < self._retry_s:
             return Sample(now_s)
         try:
             if self._session == self._library.session:
