@@ -17,7 +17,8 @@ _HALF_LIFE_S = 600.0
 _MIXED_WEIGHT = 0.1
 """A mixed window counts less: engines slow one another, so that their powers need not add up."""
 _PRIOR_S2 = 0.001
-"""Strength of the belief that all engines draw alike, as (busy seconds)² of evidence against it."""
+"""Strength of the belief that all engines draw alike (or as they did in an earlier run or a profile), as the (busy
+seconds)² of evidence that outweigh it."""
 _KNOWN_S2 = 0.01
 """An engine's power is known from this much evidence that is its own, not shared with a companion."""
 _SWEEPS = 20
@@ -30,6 +31,7 @@ class EnginePower:
         self._products: dict[tuple[str, str], float] = defaultdict(float)
         self._responses: dict[str, float] = defaultdict(float)
         self._watts: dict[str, float] = {}
+        self._prior_w = dict(watts or {})
         for engine, value in (watts or {}).items():
             # From an earlier run: as much evidence as makes it known, so that new evidence soon outweighs it.
             self._products[engine, engine] = 2 * _KNOWN_S2
@@ -81,13 +83,13 @@ class EnginePower:
         for engine in engines:
             total_j += self._responses[engine]
             total_s += sum(self._products.get((engine, other), 0.0) for other in engines)
-        prior_w = max(total_j / total_s, 0.0)
+        mean_w = max(total_j / total_s, 0.0)
         for _ in range(_SWEEPS):
             for engine in engines:
                 explained = sum(
-                    self._products.get((engine, other), 0.0) * self._watts.get(other, prior_w)
+                    self._products.get((engine, other), 0.0) * self._watts.get(other, mean_w)
                     for other in engines
                     if other != engine
                 )
-                top = self._responses[engine] - explained + _PRIOR_S2 * prior_w
+                top = self._responses[engine] - explained + _PRIOR_S2 * self._prior_w.get(engine, mean_w)
                 self._watts[engine] = max(top / (self._products[engine, engine] + _PRIOR_S2), 0.0)

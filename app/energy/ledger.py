@@ -153,7 +153,7 @@ class Ledger:
     def last_interval(self, device: str) -> LastInterval | None:
         """Where the account of a device ends, whoever wrote it."""
         row = self.connection.execute(
-            "SELECT end_monotonic_s, end_counter_j, boot, method FROM intervals WHERE device = ? "
+            "SELECT end_monotonic_s, end_counter_j, boot, method, idle_w FROM intervals WHERE device = ? "
             "ORDER BY id DESC LIMIT 1",
             (device,),
         ).fetchone()

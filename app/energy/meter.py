@@ -34,7 +34,7 @@ from app.energy.track import Track
 log = logging.getLogger("ray.serve")
 _DITHER = 0.2
 """Looks are spread by this part of the interval, so that they do not keep step with what they look at."""
-_CALIBRATE_EVERY_S = 60.0
+_CALIBRATE_EVERY_S = 10.0
 _UPDATE_TAKES_AT_MOST_S = 60.0
 """A longer pause between two meters is one in which nothing was served."""
 
@@ -88,7 +88,7 @@ class Meter:
             resume = Point(last.end_monotonic_s, last.end_counter_j, info.blur_s)
         watts = {**self._settings.engine_watts, **(learned.engine_watts if learned else {})}
         weights = TokenWeights(self._settings.prefill_token_weight, self._settings.decode_token_weight)
-        track = Track(sampler, weights, IdleBaseline(learned.idle_w if learned else None), EnginePower(watts), resume)
+        track = Track(sampler, weights, IdleBaseline(last.idle_w if last else None), EnginePower(watts), resume)
         if resume is None and 0 < paused_s <= _UPDATE_TAKES_AT_MOST_S:
             track.unmeasured_s = paused_s
         return track

@@ -143,3 +143,4 @@ class LastInterval(NamedTuple):
     end_counter_j: float | None
     boot: str
     method: str
+    idle_w: float | None

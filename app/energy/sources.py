@@ -29,6 +29,9 @@ class Source:
     resident_bytes: int | None
     dropped_slices: int = 0
     missing: set[int] = field(default_factory=set)
+    first_seq: int = 0
+    resent: set[int] = field(default_factory=set)
+    """Batches from before `first_seq`, which an earlier meter had but did not write down."""
 
 
 class Sources:
@@ -44,11 +47,15 @@ class Sources:
         """Note the batch; False when it was here before and must not count again."""
         source = self._sources.get(batch.source)
         if source is None:
-            # A source that is older than this meter: what came before is in the ledger, or will be sent again first.
+            # A source that is older than this meter: what came before is in the ledger, or will be sent again.
             source = self._sources[batch.source] = Source(
-                batch.engine, batch.seq, now_s, batch.through_s, batch.idle, batch.devices, True, None
-            )
-        new = batch.seq >= source.next_seq or batch.seq in source.missing
+                batch.engine, batch.seq, now_s, batch.through_s, batch.idle, batch.devices, True, None,
+                first_seq=batch.seq,
+            )  # fmt: skip
+        resent = batch.seq < source.first_seq and batch.seq not in source.resent
+        if resent:
+            source.resent.add(batch.seq)
+        new = batch.seq >= source.next_seq or batch.seq in source.missing or resent
         if batch.seq >= source.next_seq:
             source.missing.update(range(source.next_seq, batch.seq))
             source.next_seq = batch.seq + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from app.energy.activity import Slice
@@ -15,6 +15,7 @@ from app.energy.windows import active_at, cut, edges, reach_s, spans
 
 _KEEP_S = 1.5
 """Settled activity is kept a little, because a cut looks at what was before it."""
+_LESSON_S = 1.0
 _INSTANT_AROUND_S = 0.02
 """An instant power reading says something of the engines active this long before and after it."""
 
@@ -46,6 +47,8 @@ class Track:
         self._points: deque[tuple[Point, bool]] = deque()
         self._instants: deque[tuple[float, float]] = deque()
         self._placed: list[Placed] = []
+        self._lesson_s: dict[str, float] = {}
+        self._lesson_j = 0.0
 
     @property
     def settled(self) -> Point | None:
@@ -145,11 +148,24 @@ class Track:
         settlement = settle(window, near, idle_w, self._weights, power, cpu_s)
         if near:
             self.baseline.active(max(item.slice.end_s for item in near))
-        if settlement.busy_s and settlement.idle_j is not None:
-            self.power.observe(settlement.busy_s, window.measured_j - settlement.idle_j)
+        if settlement.idle_j is not None:
+            self._learn(settlement.busy_s, window.measured_j - settlement.idle_j)
         if not settlement.busy_s:
             self.baseline.observe(window.start_s, window.end_s, window.measured_j)
         return settlement
+
+    def _learn(self, busy_s: Mapping[str, float], above_idle_j: float) -> None:
+        """Collect windows of the same engines before learning from them.
+
+        The blur at their borders cancels in the sum. In single windows it would sit in the busy times, where a
+        least-squares fit takes it for a smaller power (by 4 % at windows of 100 ms and looks every 50 ms).
+        """
+        if self._lesson_s.keys() != busy_s.keys() or sum(self._lesson_s.values()) >= _LESSON_S:
+            self.power.observe(self._lesson_s, self._lesson_j)
+            self._lesson_s, self._lesson_j = {}, 0.0
+        for engine, busy in busy_s.items():
+            self._lesson_s[engine] = self._lesson_s.get(engine, 0.0) + busy
+        self._lesson_j += above_idle_j
 
     def _learn_from_instants(
         self, window: Window, idle_w: float | None, active: dict[str, list[tuple[float, float]]]
