@@ -89,12 +89,6 @@ def test_four_engines_take_less_than_12_gib(application):
     assert {engine["memory_method"] for engine in engines} == {"resident_set"}
 
 
-def test_serve_shows_one_deployment_per_engine(application):
-    applications = requests.get("http://127.0.0.1:8265/api/serve/applications/", timeout=60).json()["applications"]
-    deployments = set(applications["modeswitch"]["deployments"])
-    assert {"controller", "device", "fp16", "int8", "gptq", "speculative"} <= deployments
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_closed_connection_aborts_within_a_second(application, stream):
     body = story("fp16", STORY, 4000, stream=stream)
