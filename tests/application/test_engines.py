@@ -4,11 +4,15 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import requests
+import yaml
 
 pytestmark = pytest.mark.engine
 STORY = "Write a very long story about a dog who travels the world."
@@ -87,6 +91,20 @@ def test_four_engines_take_less_than_12_gib(application):
     assert sum(engine["resident_bytes"] for engine in engines) < 12 * 2**30
     assert all(engine["peak_memory_bytes"] >= engine["resident_bytes"] for engine in engines)
     assert {engine["memory_method"] for engine in engines} == {"resident_set"}
+
+
+def test_serve_status_shows_one_deployment_per_engine(application):
+    # A local Ray cluster protects its dashboard with a token, which its own commands find when told to look for one.
+    status = subprocess.run(
+        [str(Path(sys.executable).with_name("serve")), "status", "-a", "http://127.0.0.1:8265"],
+        env={**os.environ, "RAY_AUTH_MODE": "token"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    deployments = yaml.safe_load(status.stdout)["applications"]["modeswitch"]["deployments"]
+    assert set(deployments) == {"controller", "device", "fp16", "int8", "gptq", "speculative", "broken"}
 
 
 @pytest.mark.parametrize("stream", [True, False])
