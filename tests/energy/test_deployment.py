@@ -1,0 +1,74 @@
+"""The deployment's class in an event loop, without Ray's actors."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from app.energy.activity import ActivityRecorder, Labels, Work
+from app.energy.client import ActivitySender
+from app.energy.deployment import EnergyMeter, meter_application
+from app.energy.queries import UnknownRequest
+from app.energy.request_energy import UNMEASURED
+from app.energy.settings import EnergySettings
+
+
+@pytest.fixture
+def stub_gpu(stub):
+    stub.trace(stub.add(), [(-10, 100)])  # on the real clock, since the test sets none
+
+
+async def test_from_a_report_to_an_answer(stub_gpu, tmp_path):
+    meter = EnergyMeter(EnergySettings(source="nvml", flush_s=0.2), tmp_path / "energy.sqlite")
+    recorder = ActivityRecorder("fp16")
+    sender = ActivitySender(recorder, meter)
+    await asyncio.sleep(0.3)
+    recorder.begin("r1", Labels("fp16", "default", "standard"))
+    await asyncio.sleep(0.3)
+    recorder.stepped([Work("r1", 10, 5)])
+    recorder.end("r1")
+    await sender.flush()
+    energy = await meter.energy("r1", wait_s=10)
+    assert energy.status == "final"
+    assert energy.energy_j > 0
+    assert (await meter.totals()).methods == ("nvml_counter",)
+    assert (await meter.state())["measuring"]
+    assert await meter.energy("r9") == UNMEASURED
+    with pytest.raises(UnknownRequest):
+        await meter.request("r9")
+    await meter.check_health()
+    meter.__del__()
+
+
+async def test_a_machine_without_a_meter_answers_null(tmp_path):
+    meter = EnergyMeter(EnergySettings(source="none"), tmp_path / "energy.sqlite")
+    assert (await meter.totals()).measured_j is None
+    assert not (await meter.state())["measuring"]
+    meter.__del__()
+
+
+async def test_a_meter_that_stops_is_unhealthy(tmp_path):
+    meter = EnergyMeter(EnergySettings(source="none"), tmp_path / "energy.sqlite")
+    await meter.state()
+    meter._life.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="the energy meter stopped"):
+        await meter.check_health()
+
+
+def test_one_replica_without_a_gpu_beside_its_device(tmp_path):
+    settings = EnergySettings(resource="gpu_node")
+    deployment = meter_application(settings, tmp_path / "energy.sqlite")._bound_deployment
+    assert deployment.num_replicas == 1
+    assert deployment.max_ongoing_requests > 5
+    options = deployment.ray_actor_options
+    assert (options["num_gpus"], options["resources"]) == (0, {"gpu_node": 0.001})
+    assert 0 < options["num_cpus"] < 0.1
+
+
+def test_the_meters_process_never_loads_torch():
+    code = "import sys, app.energy.deployment\nsys.exit(', '.join({'torch', 'vllm'} & sys.modules.keys()) or None)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,173 @@
+"""The ledger: one writer at a time, nothing a user wrote, and no damage that stops serving."""
+
+import sqlite3
+
+import pytest
+
+from app.energy.ledger import Fenced, Ledger, LedgerCorrupt, open_or_set_aside
+from app.energy.ledger_file import LedgerFile
+from app.energy.queries import TimeRange, request_row, request_sums, totals
+from app.energy.rows import CalibrationRow, CreditRow, IntervalRow, RequestCreditRow, RequestRecord, RowRefused
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "folder" / "energy.sqlite"
+
+
+def interval(end_s, measured_j=10.0, device="GPU-0"):
+    return IntervalRow(
+        end_s - 2, end_s, device, "nvml_counter", "whole GPU", measured_j, 4.0, 5.0, measured_j - 9, 0.0, 0.0, 2.0,
+        "boot", end_s, 1000.0,
+    )  # fmt: skip
+
+
+def credit(end_s, engine="fp16", mode="fp16", device="GPU-0"):
+    return CreditRow(end_s, device, engine, mode, "default", "standard", 5.0, 0.0, 100.0, 10.0)
+
+
+def request_credit(end_s, request_id="r1", final=False):
+    return RequestCreditRow(request_id, end_s, "fp16", "nvml_counter", "whole GPU", 5.0, 0.0, 100.0, 10.0, final)
+
+
+def record(request_id="r1", **columns):
+    return RequestRecord(request_id, 100.0, "fp16", "fp16", "default", "standard", "ok", **columns)
+
+
+def test_history_survives_a_restart(path):
+    first = Ledger(path)
+    first.write([interval(100)], [credit(100)], [request_credit(100)], [CalibrationRow(100, "GPU-0", 80, {"A": 300})])
+    first.record([record(decision={"mode": "fp16"})])
+    first.close()
+    second = Ledger(path)
+    assert second.generation == first.generation + 1
+    second.write([interval(102)], [credit(102)], [request_credit(102, final=True)])
+    found = totals(second.connection, TimeRange())
+    assert (found.measured_j, found.credited_j, found.residual_j) == (20, 10, 2)
+    assert found.by["mode"][0][:2] == ("fp16", 10)
+    assert request_sums(second.connection, "r1")[:5] == (10, 0, 200, 20, True)
+    assert request_row(second.connection, "r1")["decision"] == {"mode": "fp16"}
+    assert second.last_interval("GPU-0").end_monotonic_s == 102
+    assert second.last_calibration("GPU-0").engine_watts == {"A": 300}
+    assert second.last_interval("GPU-1") is None
+
+
+def test_an_overtaken_writer_writes_nothing(path):
+    old = Ledger(path)
+    new = Ledger(path)
+    for write in (lambda: old.write([interval(100)], [], []), lambda: old.record([record()])):
+        with pytest.raises(Fenced, match="generation 1 was overtaken by 2"):
+            write()
+    with pytest.raises(Fenced):
+        old.forget_before(1e12)
+    assert totals(new.connection, TimeRange()).measured_j is None
+    new.write([interval(100)], [], [])
+    assert totals(new.connection, TimeRange()).measured_j == 10
+
+
+def test_a_flush_is_all_or_nothing(path):
+    ledger = Ledger(path)
+    with pytest.raises(sqlite3.Error):
+        ledger.write([interval(100)], [credit(100), credit(102)._replace(energy_j="a lot")], [])
+    assert totals(ledger.connection, TimeRange()).measured_j is None
+    ledger.write([interval(100)], [], [])
+
+
+def test_a_record_sent_twice_is_one(path):
+    ledger = Ledger(path)
+    ledger.record([record(outcome={"tokens": 3})])
+    ledger.record([record(outcome={"tokens": 99}), record("r2")])
+    assert request_row(ledger.connection, "r1")["outcome"] == {"tokens": 3}
+    assert request_row(ledger.connection, "r2") is not None
+    assert request_row(ledger.connection, "r3") is None
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"features": {"prompt": "What is the capital of France?"}},
+        {"snapshot": {"deep": [{"messages": [{"role": "user"}]}]}},
+        {"decision": {"why": "x" * 501}},
+        {"outcome": {"joules": float("nan")}},
+        {"outcome": {"object": object()}},
+    ],
+)
+def test_no_text_of_a_user_gets_in(path, columns):
+    with pytest.raises(RowRefused):
+        record(**columns).columns()
+    file = LedgerFile(path, 30, lambda: 100.0)
+    assert file.record([record("good"), record("bad", **columns)]) == 1
+    assert request_row(file.ledger.connection, "good") is not None
+    assert request_row(file.ledger.connection, "bad") is None
+    assert b"France" not in path.read_bytes()
+
+
+def test_counts_of_prompts_are_welcome():
+    record(features={"prompt_tokens": 12, "prompt": 12, "text_hash": "ab12"}).columns()
+
+
+def test_old_rows_go(path):
+    ledger = Ledger(path)
+    ledger.write([interval(100), interval(200)], [credit(100)], [request_credit(100)])
+    ledger.record([record()])
+    assert ledger.forget_before(150) == 4
+    assert ledger.forget_before(150) == 0
+    assert totals(ledger.connection, TimeRange()).measured_j == 10
+    assert request_row(ledger.connection, "r1") is None
+
+
+def test_retention_works_along_with_the_flushes(path):
+    now_s = [100.0]
+    file = LedgerFile(path, 1.0, lambda: now_s[0])
+    rows = ([interval(100)], [], [])
+    file.write(type("R", (), dict(zip(("intervals", "credits", "requests"), rows, strict=True))), [])
+    now_s[0] += 2 * 86400
+    rows = ([interval(now_s[0])], [], [])
+    file.write(type("R", (), dict(zip(("intervals", "credits", "requests"), rows, strict=True))), [])
+    assert totals(file.ledger.connection, TimeRange()).measured_j == 10
+
+
+@pytest.mark.parametrize("damage", [b"this is not a database" * 100, "middle"])
+def test_a_damaged_file_is_set_aside_with_a_message(path, damage):
+    ledger = Ledger(path)
+    ledger.write([interval(100 + index) for index in range(2000)], [], [])
+    ledger.close()
+    if damage == "middle":
+        content = bytearray(path.read_bytes())
+        content[4096:-4096] = b"\xff" * (len(content) - 8192)
+        path.write_bytes(content)
+    else:
+        path.write_bytes(damage)
+    with pytest.raises(LedgerCorrupt):
+        Ledger(path)
+    fresh, message = open_or_set_aside(path)
+    assert "set aside as energy.corrupt-" in message
+    fresh.write([interval(100)], [], [])
+    assert totals(fresh.connection, TimeRange()).measured_j == 10
+
+
+def test_a_ledger_of_another_version_is_not_touched(path):
+    ledger = Ledger(path)
+    ledger.connection.execute("PRAGMA user_version = 99")
+    ledger.close()
+    with pytest.raises(LedgerCorrupt, match="version is 99"):
+        Ledger(path)
+
+
+def test_a_place_that_cannot_be_written_is_told_and_tried_again(tmp_path):
+    (tmp_path / "folder").write_text("a file where a folder should be")
+    file = LedgerFile(tmp_path / "folder" / "energy.sqlite", 30, lambda: 100.0)
+    assert file.ledger is None
+    assert "folder" in file.message
+    with pytest.raises(sqlite3.OperationalError):
+        file.record([record()])
+    (tmp_path / "folder").unlink()
+    assert file.record([record()]) == 0
+    assert file.message is None
+
+
+def test_tokens_of_two_engines_add_up_and_of_two_devices_do_not(path):
+    ledger = Ledger(path)
+    ledger.write([], [credit(100), credit(100, device="GPU-1"), credit(100, engine="int8", mode="int8")], [])
+    (tenant,) = totals(ledger.connection, TimeRange()).by["tenant"]
+    assert (tenant.energy_j, tenant.decode_tokens, tenant.j_per_output_token) == (15, 20, 0.75)
