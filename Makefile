@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 REQUIREMENTS := $(wildcard requirements/cpu.txt requirements/loadgen.txt requirements/dev.txt)
 
-.PHONY: setup serve test unit lint clean
+.PHONY: setup serve test test-modes unit lint clean
 
 setup: $(VENV)/.installed
 	@$(BIN)/python -m app.engines.prepare
@@ -14,6 +14,9 @@ serve: setup
 
 test: setup lint
 	$(BIN)/python -m pytest
+
+test-modes: setup
+	MODESWITCH_TEST_ALL_MODES=1 $(BIN)/python -m pytest tests/application/test_requested_modes.py
 
 unit: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -m "not engine"

@@ -16,7 +16,11 @@ from app.engines import store
 from app.engines.environment import UNSET, engine_environment
 from app.engines.starting import model_path, vllm_args
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    # Five engines one after the other, one of them compiled: `make test-modes` asks for them.
+    pytest.mark.skipif("MODESWITCH_TEST_ALL_MODES" not in os.environ, reason="long; run by make test-modes"),
+]
 
 START = textwrap.dedent("""
     import asyncio, json, sys
