@@ -80,4 +80,6 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(main)
+    command()

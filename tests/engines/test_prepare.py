@@ -23,7 +23,7 @@ from app.engines.checkpoints.home_lock import home_locked
 from app.engines.store import CheckpointMissing, Scheme
 from tests.engines.tiny_models import write_embedded_package, write_llama
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, pathlib, sys, threading, time
