@@ -80,7 +80,8 @@ def _die_with_parent() -> None:
 
 def _follow(url: str, process: subprocess.Popen[bytes]) -> None:
     """Print each engine's changes of state until all have arrived or failed."""
-    begun_s, seen, announced = time.monotonic(), {}, False
+    begun_s, announced = time.monotonic(), False
+    seen: dict[str, tuple[str, str | None]] = {}
     while process.poll() is None:
         overview = _overview(url)
         for engine in overview.get("engines", []):
