@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from app.energy.activity import Labels
-from app.energy.attribution import APPROXIMATE, Settlement
+from app.energy.attribution import APPROXIMATE, Credit, Settlement
 from app.energy.rows import CreditRow, IntervalRow, RequestCreditRow
 from app.energy.samplers.base import MeterInfo
 from app.energy.track import Track
@@ -43,6 +43,12 @@ class _Sums:
     prefill_tokens: float = 0.0
     decode_tokens: float = 0.0
 
+    def add(self, credit: Credit, approximate: bool) -> None:
+        self.energy_j += credit.energy_j
+        self.approximate_j += credit.energy_j if approximate else 0.0
+        self.prefill_tokens += credit.prefill_tokens
+        self.decode_tokens += credit.decode_tokens
+
 
 @dataclass(slots=True)
 class Accounts:
@@ -72,16 +78,12 @@ class Accounts:
         approximate = settlement.basis in APPROXIMATE
         for credit in settlement.credits:
             account.credited_j += credit.energy_j
-            account.approximate_j += credit.energy_j if approximate else 0.0
             label = labels.get(credit.request_id) if credit.request_id is not None else None
-            targets = [self._groups[info.device, credit.engine, label]]
+            self._groups[info.device, credit.engine, label].add(credit, approximate)
             if credit.request_id is not None:
-                targets.append(self._requests[credit.request_id, info.device, credit.engine])
-            for sums in targets:
-                sums.energy_j += credit.energy_j
-                sums.approximate_j += credit.energy_j if approximate else 0.0
-                sums.prefill_tokens += credit.prefill_tokens
-                sums.decode_tokens += credit.decode_tokens
+                self._requests[credit.request_id, info.device, credit.engine].add(credit, approximate)
+        if approximate:
+            account.approximate_j += settlement.credited_j
         for engine, share_j in idle_shares.items():
             self._groups[info.device, engine, None].idle_share_j += share_j
 

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-_SLICE_S = 0.05
-"""Steps are merged into slices of this length: as fine as the sampling, and few enough to send."""
+_SLICE_S = 0.25
+"""Unbroken activity is told in slices of this length. Where it begins and ends is what must be told finely."""
 _PAUSE_S = 0.01
 """A longer pause between two steps begins a new slice."""
 
@@ -155,9 +155,14 @@ class ActivityRecorder:
             current = self._open = _OpenSlice(start_s, end_s, 0.0, {})
         current.end_s = max(current.end_s, end_s)
         current.busy_s += end_s - start_s if busy_s is None else busy_s
+        tokens = current.work
         for request_id, prefill, decode in work:
-            before = current.work.get(request_id, (0, 0))
-            current.work[request_id] = (before[0] + prefill, before[1] + decode)
+            # In place: with hundreds of requests this is what a step costs.
+            if (sums := tokens.get(request_id)) is None:
+                tokens[request_id] = [prefill, decode]
+            else:
+                sums[0] += prefill
+                sums[1] += decode
         if self._busy_since_s is not None:
             self._busy_since_s = max(self._busy_since_s, end_s)
 
@@ -200,7 +205,7 @@ class ActivityRecorder:
         if len(self._slices) == self._slices.maxlen:
             self._dropped += 1
         done, self._open = self._open, None
-        work = tuple(Work(request_id, *tokens) for request_id, tokens in done.work.items())
+        work = tuple(Work(request_id, prefill, decode) for request_id, (prefill, decode) in done.work.items())
         # Clock readings of different origin may overlap by microseconds; a slice is never busier than it is long.
         self._slices.append(Slice(done.start_s, done.end_s, min(done.busy_s, done.end_s - done.start_s), work))
 
@@ -210,4 +215,4 @@ class _OpenSlice:
     start_s: float
     end_s: float
     busy_s: float
-    work: dict[str, tuple[int, int]]
+    work: dict[str, list[int]]

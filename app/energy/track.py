@@ -15,6 +15,7 @@ from app.energy.windows import active_at, cut, edges, reach_s, spans
 
 _KEEP_S = 1.5
 """Settled activity is kept a little, because a cut looks at what was before it."""
+_LEAST_S = 0.001
 _LESSON_S = 1.0
 _INSTANT_AROUND_S = 0.02
 """An instant power reading says something of the engines active this long before and after it."""
@@ -83,6 +84,10 @@ class Track:
             # The counter went on while there was no meter, unless it reads less than it did then.
             self._resuming = False
             unbroken = point.energy_j >= self._start.energy_j and point.at_s > self._start.at_s
+        last = self._points[-1][0] if self._points else self._start
+        if point.at_s <= last.at_s:
+            # Estimates of two adjacent steps may cross; a window has a length.
+            point = point._replace(at_s=last.at_s + _LEAST_S)
         self._points.append((point, unbroken))
 
     def settle(self, known_until_s: float) -> list[Settlement]:

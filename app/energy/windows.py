@@ -18,6 +18,7 @@ _SAME_SPAN_S = 0.01
 """Shorter pauses between two steps of an engine are no end of its activity."""
 _MARGIN_S = 0.01
 """Added to a point's blur: the clocks' and reports' own."""
+_STEADY_S = 0.5
 _LONGEST_S = 2.0
 _LONGEST_BLURS = 4
 
@@ -47,18 +48,30 @@ def reach_s(point: Point) -> float:
 def cut(start_s: float, points: Sequence[Point], changes: Sequence[float]) -> int | None:
     """The index of the point that ends the window begun at `start_s`, or None to wait for more points.
 
-    All `points` must lie where activity is known. The first quiet one ends the window; when none comes in time, the
+    All `points` must lie where activity is known. The first quiet one ends the window, or the last quiet one before
+    anything changes (shorter windows of the same activity tell no more and cost more). When none comes in time, the
     one farthest from any change does.
     """
     distances: list[float] = []
+    quiet: int | None = None
+    steady_until_s = min(_next_change_s(start_s, changes), start_s + _STEADY_S)
     for index, point in enumerate(points):
         near = _distance_s(point.at_s, changes)
         if near > reach_s(point):
-            return index
+            if point.at_s > steady_until_s:
+                return index if quiet is None else quiet
+            quiet = index
         distances.append(near)
+    if quiet is not None:
+        return quiet
     if points and points[-1].at_s - start_s >= max(_LONGEST_S, _LONGEST_BLURS * points[-1].blur_s):
         return max(range(len(points)), key=lambda index: (distances[index], index))
     return None
+
+
+def _next_change_s(moment_s: float, changes: Sequence[float]) -> float:
+    index = bisect_left(changes, moment_s)
+    return changes[index] if index < len(changes) else float("inf")
 
 
 def active_at(moment_s: float, around_s: float, active: dict[str, list[tuple[float, float]]]) -> set[str] | None:

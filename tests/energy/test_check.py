@@ -35,6 +35,15 @@ def test_on_a_gpu_it_needs_nothing_but_pynvml(stub_build):
     assert "residual" in done.stdout
 
 
+def test_pynvml_alone_is_enough_to_run(stub_build):
+    """Whatever the residual is on a busy machine: it measures and prints without the application's libraries."""
+    done = run(LONELY, stub_build.parent)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    for line in ("GPU-0 (Stub GPU)", "method      nvml_counter", "measured", "idle", "residual"):
+        assert line in done.stdout
+
+
 def test_without_any_meter_it_says_so(tmp_path):
     done = run(LONELY, tmp_path)
     assert done.returncode == 2

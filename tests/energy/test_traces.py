@@ -1,5 +1,6 @@
 """Accuracy on scripted power traces: the true joules come from the schedule, and attribution never sees them."""
 
+import itertools
 import random
 
 import pytest
@@ -12,10 +13,10 @@ _RESIDUAL = 0.01
 
 
 def jitter(seed=7):
-    """Looks come late or early by up to 10 ms, as the meter's own dither makes them."""
+    """Looks come 40 to 60 ms after one another, as the meter's own dither makes them."""
     rng = random.Random(seed)
-    drawn = [0.0, *(rng.uniform(-0.01, 0.01) for _ in range(2000))]
-    return lambda tick: drawn[tick]
+    late_s = list(itertools.accumulate((rng.uniform(-0.01, 0.01) for _ in range(2000)), initial=0.0))
+    return lambda tick: late_s[tick]
 
 
 def repeated(engine, start_s, on_s, off_s, watts, until_s=63.0, rng=None):

@@ -17,9 +17,14 @@ def active(*pieces):
     return spans(Placed(engine, Slice(start_s, end_s, None, ())) for engine, start_s, end_s in pieces)
 
 
-def test_the_first_quiet_point_ends_a_window():
-    assert cut(0.0, points(0.1, 0.2), []) == 0
-    assert cut(0.0, points(0.1, 0.2), [0.11]) == 1
+def test_the_last_quiet_point_before_a_change_ends_a_window():
+    assert cut(0.0, points(0.1, 0.2, 0.3), [0.25]) == 1
+    assert cut(0.0, points(0.1, 0.2), []) == 1
+    assert cut(0.0, points(*[0.1 * index for index in range(1, 12)]), []) == 4  # half a second is long enough
+
+
+def test_after_a_change_the_first_quiet_point_ends_a_window():
+    assert cut(0.0, points(0.1, 0.2, 0.3), [0.11]) == 1
     assert cut(0.0, points(0.1, 0.2), [0.11, 0.19]) is None
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pynvml
 
 from app.energy.samplers.base import MeterInfo, MeterUnavailable, Method, Point, Sample
+from app.energy.samplers.step_clock import StepClock
 
 _POWER_WINDOW_S = 1.0
 """Length of the average behind `nvmlDeviceGetPowerUsage` on devices since Ampere (the header's note on it)."""
@@ -110,6 +111,7 @@ class NvmlSampler:
         self._session = library.session
         self._counting = self._device.has_counter
         self._last_look_s: float | None = None
+        self._clock = StepClock()
         self._counter_j: float | None = None
         self._moved_s: float | None = None
         self._integral_j = 0.0
@@ -182,9 +184,9 @@ class NvmlSampler:
             return self._doubt(now_s, before_j, counter_j)
         self._doubts = 0
         self._counter_j, self._moved_s = counter_j, now_s
-        point = Point((before_s + now_s) / 2, counter_j, (now_s - before_s) / 2)
+        at_s, blur_s = self._clock.stepped(before_s, now_s)
         unbroken, self._broken = not self._broken, False
-        return Sample(now_s, point, unbroken)
+        return Sample(now_s, Point(at_s, counter_j, blur_s), unbroken)
 
     def _doubt(self, now_s: float, before_j: float, counter_j: float) -> Sample:
         """A value out of line is a glitch when the next one is in line again, else the counter began anew."""
@@ -192,6 +194,7 @@ class NvmlSampler:
         if self._doubts < _DOUBTS_UNTIL_BELIEVED:
             return Sample(now_s, event=f"garbage: the counter went from {before_j:g} to {counter_j:g} J")
         self._counter_j, self._moved_s, self._broken, self._doubts = counter_j, now_s, True, 0
+        self._clock.reset()
         return Sample(now_s, event="counter_reset")
 
     def _integrate(self, now_s: float, power_w: float) -> Sample:
@@ -243,6 +246,7 @@ class NvmlSampler:
         # The counter tells by itself whether it went on (then nothing is missing) or began anew. The first reading
         # after the gap only sets the stage: how old its value is, nobody knows.
         self._last_look_s, self._power, self._broken = now_s, None, self._broken or not self._counting
+        self._clock.reset()
         return Sample(now_s, event="recovered")
 
     def _open(self) -> _Device:
