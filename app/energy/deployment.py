@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from ray import serve
 
 from app.energy.activity import Ack, ActivityBatch
 from app.energy.meter import Meter
+from app.energy.meter_thread import MeterStopped, MeterThread
 from app.energy.metrics import RayMetrics
 from app.energy.queries import Totals
 from app.energy.request_energy import UNMEASURED, RequestEnergy
@@ -50,77 +51,63 @@ class EnergyMeter:
 
     def __init__(self, settings: EnergySettings, ledger_path: Path) -> None:
         self._settings, self._ledger_path = settings, ledger_path
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="energy-meter")
-        self._meter: asyncio.Future[Meter] = asyncio.get_running_loop().create_future()
-        self._life = asyncio.get_running_loop().create_task(self._live())
+        self._metrics: RayMetrics | None = None
+        self._tell_at_s = 0.0
+        self._thread = MeterThread(self._open, self._tell)
+        self._thread.start()
 
-    async def _live(self) -> None:
-        meter, metrics = await self._run(self._open)
-        self._meter.set_result(meter)
-        tell_at_s = 0.0
-        while True:
-            pause_s = await self._run(meter.tick)
-            now_s = asyncio.get_running_loop().time()
-            if now_s >= tell_at_s:
-                tell_at_s = now_s + _TELL_STATE_EVERY_S
-                metrics.told(await self._run(meter.state))
-            await asyncio.sleep(pause_s)
-
-    def _open(self) -> tuple[Meter, RayMetrics]:
-        metrics = RayMetrics()
+    def _open(self) -> Meter:
+        metrics = self._metrics = RayMetrics()
         meters = choose_meters(self._settings)
         for why in meters.passed_over:
             log.info("energy is not measured by %s", why)
-        return Meter(meters, self._settings, self._ledger_path, observe=metrics.flushed), metrics
+        return Meter(meters, self._settings, self._ledger_path, observe=metrics.flushed)
 
-    async def _run(self, call: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+    def _tell(self, meter: Meter) -> None:
+        if self._metrics is not None and (now_s := time.monotonic()) >= self._tell_at_s:
+            self._tell_at_s = now_s + _TELL_STATE_EVERY_S
+            self._metrics.told(meter.state())
 
-    async def _ready(self) -> Meter:
-        # Shielded: a caller that gives up must not cancel it for all.
-        return await asyncio.shield(self._meter)
+    async def _ask(self, function: Callable[[Meter], T]) -> T:
+        return await asyncio.wrap_future(self._thread.call(function))
 
     async def report(self, batch: ActivityBatch) -> Ack:
         """See `Meter.report`."""
-        return await self._run((await self._ready()).report, batch)
+        return await self._ask(lambda meter: meter.report(batch))
 
     async def record(self, records: Sequence[RequestRecord]) -> int:
         """See `Meter.record`."""
-        return await self._run((await self._ready()).record, records)
+        return await self._ask(lambda meter: meter.record(records))
 
     async def totals(self, since_s: float | None = None, until_s: float | None = None) -> Totals:
         """See `Meter.totals`."""
-        return await self._run((await self._ready()).totals, since_s, until_s)
+        return await self._ask(lambda meter: meter.totals(since_s, until_s))
 
     async def request(self, request_id: str) -> dict[str, Any]:
         """See `Meter.request`."""
-        return await self._run((await self._ready()).request, request_id)
+        return await self._ask(lambda meter: meter.request(request_id))
 
     async def energy(self, request_id: str, wait_s: float = 0.0) -> RequestEnergy:
         """What a request has used; waits up to `wait_s` for the last of it to be settled, then says `partial`."""
-        meter = await self._ready()
-        deadline_s = asyncio.get_running_loop().time() + wait_s
+        deadline_s = time.monotonic() + wait_s
         while True:
-            energy = await self._run(meter.energy, request_id)
+            energy = await self._ask(lambda meter: meter.energy(request_id))
             if energy is not None and energy.status != "partial":
                 return energy
-            if asyncio.get_running_loop().time() >= deadline_s:
+            if time.monotonic() >= deadline_s:
                 return energy or UNMEASURED
             await asyncio.sleep(_LOOK_FOR_FINAL_EVERY_S)
 
     async def state(self) -> dict[str, Any]:
         """See `Meter.state`."""
-        return await self._run((await self._ready()).state)
+        return await self._ask(lambda meter: meter.state())
 
     async def check_health(self) -> None:
         """Called by Serve; raising gets the replica replaced."""
-        if self._life.done():
-            error = None if self._life.cancelled() else self._life.exception()
-            raise RuntimeError(f"the energy meter stopped: {error}")
+        if not self._thread.is_alive():
+            raise MeterStopped(f"the energy meter stopped: {self._thread.error}")
 
     def __del__(self) -> None:
         # What was settled goes to the ledger before the next meter begins.
         with contextlib.suppress(Exception):
-            if self._meter.done():
-                self._thread.submit(self._meter.result().close).result(_CLOSE_WITHIN_S)
-            self._thread.shutdown(wait=False)
+            self._thread.stop(_CLOSE_WITHIN_S)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from app.energy.activity import ActivityBatch, Labels
 
+_FORGOTTEN_AFTER_S = 900.0
+"""A preempted request may wait for minutes; one that waits longer has ended unheard."""
+
 
 @dataclass(slots=True)
 class _Open:
@@ -47,8 +50,12 @@ class OpenRequests:
                 request.ended = True
 
     def settled(self, through_s: float) -> set[str]:
-        """Requests that ended and are settled on all devices."""
-        return {key for key, request in self._open.items() if request.ended and request.active_until_s <= through_s}
+        """Requests that are settled on all devices and ended, or of whose end the report must have been lost."""
+        return {
+            key
+            for key, request in self._open.items()
+            if request.active_until_s <= through_s - (0.0 if request.ended else _FORGOTTEN_AFTER_S)
+        }
 
     def engine(self, request_id: str) -> str:
         return self._open[request_id].engine

@@ -1,16 +1,20 @@
 """The deployment's class in an event loop, without Ray's actors."""
 
 import asyncio
+import pickle
 import subprocess
 import sys
+import time
 
 import pytest
 
 from app.energy.activity import ActivityRecorder, Labels, Work
 from app.energy.client import ActivitySender
 from app.energy.deployment import EnergyMeter, meter_application
-from app.energy.queries import UnknownRequest
+from app.energy.meter_thread import MeterStopped
+from app.energy.queries import BadRange, UnknownRequest
 from app.energy.request_energy import UNMEASURED
+from app.energy.rows import RequestRecord
 from app.energy.settings import EnergySettings
 
 
@@ -48,14 +52,42 @@ async def test_a_machine_without_a_meter_answers_null(tmp_path):
     meter.__del__()
 
 
-async def test_a_meter_that_stops_is_unhealthy(tmp_path):
+async def test_a_meter_that_stops_is_unhealthy_and_says_so(tmp_path, monkeypatch):
+    def broken(meter):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("app.energy.meter.Meter.tick", broken)
     meter = EnergyMeter(EnergySettings(source="none"), tmp_path / "energy.sqlite")
-    await meter.state()
-    meter._life.cancel()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    with pytest.raises(RuntimeError, match="the energy meter stopped"):
+    with pytest.raises(MeterStopped, match="a bug"):
+        await meter.state()
+    with pytest.raises(MeterStopped, match="a bug"):
+        await meter.totals()
+    meter._thread.join(5)
+    with pytest.raises(MeterStopped, match="a bug"):
         await meter.check_health()
+
+
+async def test_what_is_said_and_answered_can_be_sent(tmp_path):
+    """Ray pickles it on its way."""
+    meter = EnergyMeter(EnergySettings(source="none"), tmp_path / "energy.sqlite")
+    recorder = ActivityRecorder("fp16")
+    recorder.begin("r1", Labels("fp16", "default", "standard"))
+    recorder.stepped([Work("r1", 10, 5)])
+    batch = pickle.loads(pickle.dumps(recorder.take()))
+    said = RequestRecord("r1", time.time(), "fp16", "fp16", "default", "standard", "ok")
+    answers = [
+        await meter.report(batch),
+        await meter.record([pickle.loads(pickle.dumps(said))]),
+        await meter.totals(),
+        await meter.energy("r1"),
+        await meter.request("r1"),
+        await meter.state(),
+    ]
+    assert pickle.loads(pickle.dumps(answers)) == answers
+    with pytest.raises(BadRange) as refused:
+        await meter.totals(5, 4)
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
+    meter.__del__()
 
 
 def test_one_replica_without_a_gpu_beside_its_device(tmp_path):
