@@ -16,7 +16,7 @@ from app.energy.activity import Ack, ActivityBatch
 from app.energy.meter import Meter
 from app.energy.meter_thread import MeterStopped, MeterThread
 from app.energy.metrics import RayMetrics
-from app.energy.queries import Totals
+from app.energy.queries import Totals, UnknownRequest
 from app.energy.request_energy import UNMEASURED, RequestEnergy
 from app.energy.rows import RequestRecord
 from app.energy.samplers.choose import choose_meters
@@ -80,12 +80,19 @@ class EnergyMeter:
         return await self._ask(lambda meter: meter.record(records))
 
     async def totals(self, since_s: float | None = None, until_s: float | None = None) -> Totals:
-        """See `Meter.totals`."""
+        """See `Meter.totals`. A caller checks a user's range with `TimeRange` first, and never gets `BadRange`."""
         return await self._ask(lambda meter: meter.totals(since_s, until_s))
 
-    async def request(self, request_id: str) -> dict[str, Any]:
-        """See `Meter.request`."""
-        return await self._ask(lambda meter: meter.request(request_id))
+    async def request(self, request_id: str) -> dict[str, Any] | None:
+        """See `Meter.request`; None for an unknown id, because Serve logs every exception with its traceback."""
+
+        def ask(meter: Meter) -> dict[str, Any] | None:
+            try:
+                return meter.request(request_id)
+            except UnknownRequest:
+                return None
+
+        return await self._ask(ask)
 
     async def energy(self, request_id: str, wait_s: float = 0.0) -> RequestEnergy:
         """What a request has used; waits up to `wait_s` for the last of it to be settled, then says `partial`."""
