@@ -21,8 +21,8 @@ from app.engines.store import Scheme
 RECIPES = {
     Scheme.FP16: "unpacked to bfloat16",
     Scheme.INT8: "W8A8, rounding, weights by channel, activations by token",
-    Scheme.GPTQ: "W4A16, GPTQ, symmetric, group 64, 64 x 256 tokens",
-    Scheme.AWQ: "W4A16, AWQ, symmetric, group 64, 64 x 256 tokens",
+    Scheme.GPTQ: "W4A16, GPTQ, symmetric, group 64, 64 chats and passages of up to 256 tokens",
+    Scheme.AWQ: "W4A16, AWQ, symmetric, group 64, 64 chats and passages of up to 256 tokens",
 }
 CALIBRATION_SAMPLES = 64
 _QUANTIZE_SCRIPT = Path(__file__).with_name("quantize.py")
