@@ -1,14 +1,15 @@
-"""Faults as OpenAI's error envelope: `{"error": {"message", "type", "param", "code"}}`."""
+"""The controller's refusals, and how each becomes an answer in OpenAI's error envelope."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+
+from app.openai_errors import envelope
 
 log = logging.getLogger("ray.serve")
 
@@ -36,19 +37,6 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A body that cannot be served."""
     return ApiError(400, message, code=code, param=param)
-
-
-def envelope(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, object]:
-    """The envelope as an object; the type follows from the status."""
-    kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
-        status, "invalid_request_error" if status < 500 else "server_error"
-    )
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_frames(message: str, code: str) -> str:
-    """What ends a stream that broke after its first token: an error event, then `[DONE]`."""
-    return f"data: {json.dumps(envelope(500, message, code))}\n\ndata: [DONE]\n\n"
 
 
 async def answer_api_error(_: Request, error: Exception) -> Response:

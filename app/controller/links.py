@@ -8,8 +8,8 @@ import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from app.controller.errors import error_frames
 from app.modes import EngineSpec
+from app.openai_errors import error_frames
 from app.wire import Call, ChannelMessage, EngineState, EngineStatus, Frames, Reply, Started
 
 if TYPE_CHECKING:

@@ -52,7 +52,6 @@ class Engine:
         self._status = EngineStatus(spec.name, EngineState.QUEUED, os.getpid())
         self._outbox = Outbox()
         self._streams: dict[str, asyncio.Task[None]] = {}
-        self._reader: object = None
         self._reaper: object = None
         self._llm: LLM | None = None
         self._processes: EngineProcesses | None = None
@@ -174,9 +173,9 @@ class Engine:
         except asyncio.CancelledError:
             self._abort(key)
             raise
-        if self._llm is None or self._llm.dead:
+        if self._llm is None or self._llm.dead or stream.failed:
             self._abort(key)
-            raise EngineUnavailable(f"engine {self._spec.name} died")
+            raise EngineUnavailable(f"engine {self._spec.name}: {stream.failed or 'it died'}")
         return self._outbox.begin(stream)
 
     async def _pump(self, stream: Stream, frames: AsyncGenerator[str, None]) -> None:
@@ -185,6 +184,14 @@ class Engine:
             async for frame in frames:
                 self._outbox.put(stream, frame)
             self._outbox.put(stream, "", last=True)
+        except Exception as error:
+            log.exception("engine %s: a stream failed", self._spec.name)
+            self._outbox.fail(stream, str(error) or type(error).__name__)
+        except asyncio.CancelledError:
+            # Who aborts a begun stream reads it no more; `start` still waits for one that has not.
+            if not stream.begun:
+                self._outbox.fail(stream, "the request was aborted")
+            raise
         finally:
             await frames.aclose()
             self._streams.pop(stream.key, None)
@@ -194,25 +201,26 @@ class Engine:
             task.cancel()
         self._outbox.drop(key)
 
+    def _abort_all(self) -> None:
+        for key in list(self._streams):
+            self._abort(key)
+
     async def abort(self, key: str) -> None:
         """Stop a stream that nobody reads any more; without effect when it has ended."""
         self._abort(key)
 
     async def channel(self) -> AsyncIterator[ChannelMessage]:
         """All frames and status news, for the one controller. A new call takes over; streams of the old one end."""
-        me = self._reader = object()
-        for key in list(self._streams):
-            self._abort(key)
-        self._outbox.announce(self._status)
+        self._abort_all()
+        self._outbox.close()
+        mine = self._outbox = Outbox()
+        mine.announce(self._status)
         try:
-            async for message in self._outbox.messages():
-                if self._reader is not me:
-                    return
+            async for message in mine.messages():
                 yield message
         finally:
-            if self._reader is me:
-                for key in list(self._streams):
-                    self._abort(key)
+            if self._outbox is mine:
+                self._abort_all()
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False when the engine is not ready or the cache is in use."""

@@ -28,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from app.engines.extras import extra_chunk, extra_object
+from app.openai_errors import envelope
 from app.wire import Call, Endpoint, Reply
 
 _DONE = "data: [DONE]\n\n"
@@ -85,12 +86,12 @@ def _counting(counters: Counters) -> type[StatLoggerBase]:
 class LLM:
     """A running engine. Build it with `load` in a thread, then `connect` in the event loop that will use it."""
 
-    def __init__(self, engine: AsyncLLM, args: AsyncEngineArgs, name: str) -> None:
+    def __init__(self, engine: AsyncLLM, args: AsyncEngineArgs, name: str, counters: Counters) -> None:
         self._engine = engine
         self._args = args
         self._name = name
         self._state = State()
-        self.counters = Counters()
+        self.counters = counters
 
     @classmethod
     def load(cls, name: str, engine_args: dict[str, Any]) -> LLM:
@@ -102,9 +103,7 @@ class LLM:
         args = AsyncEngineArgs(**engine_args)
         counters = Counters()
         engine = AsyncLLM.from_engine_args(args, stat_loggers=[_counting(counters)])
-        llm = cls(engine, args, name)
-        llm.counters = counters
-        return llm
+        return cls(engine, args, name, counters)
 
     async def connect(self, frontend: dict[str, Any]) -> None:
         """Set up vLLM's OpenAI classes. `frontend` are fields of vLLM's `FrontendArgs`."""
@@ -195,11 +194,9 @@ class LLM:
 
 def error_reply(status: int, message: str, param: str | None = None, code: str | None = None) -> Reply:
     """A fault in OpenAI's error envelope."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
     if code is None and "maximum context length" in message:
         code = "context_length_exceeded"
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return Reply(status, json.dumps(body).encode())
+    return Reply(status, json.dumps(envelope(status, message, code, param)).encode())
 
 
 def _invalid(error: ValidationError) -> Reply:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from app.openai_errors import error_frames
 from app.wire import ChannelMessage, EngineStatus, Frames, Started
 
 
 class Stream:
     """One streamed answer, from the first frame to the last. Owned by the event loop it runs in."""
 
-    __slots__ = ("begun", "ended", "key", "parts", "ready")
+    __slots__ = ("begun", "ended", "failed", "key", "parts", "ready")
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -20,6 +21,8 @@ class Stream:
         self.begun = False
         """Whether `start` has answered; until then its frames are not for the channel."""
         self.ended = False
+        self.failed: str | None = None
+        """Why it broke before it had begun; then nothing of it was sent."""
 
 
 class Outbox:
@@ -30,6 +33,7 @@ class Outbox:
         self._last: set[str] = set()
         self._status: EngineStatus | None = None
         self._news = asyncio.Event()
+        self._closed = False
 
     def put(self, stream: Stream, text: str, last: bool = False) -> None:
         """Add a frame of a stream; `last` closes it (the text may then be empty)."""
@@ -42,6 +46,14 @@ class Outbox:
         if last:
             self._last.add(stream.key)
         self._news.set()
+
+    def fail(self, stream: Stream, why: str) -> None:
+        """End a stream that broke: with an error frame once it has begun, else by telling `start`, which waits."""
+        if stream.begun:
+            self.put(stream, error_frames(why, "engine_error"), last=True)
+        else:
+            stream.failed = why
+            stream.ready.set()
 
     def begin(self, stream: Stream) -> Started:
         """The frames so far, for `start` to answer with; later ones go to the channel."""
@@ -60,10 +72,17 @@ class Outbox:
         self._pending.pop(key, None)
         self._last.discard(key)
 
+    def close(self) -> None:
+        """End `messages`; another outbox takes over."""
+        self._closed = True
+        self._news.set()
+
     async def messages(self) -> AsyncIterator[ChannelMessage]:
-        """Messages for the one reader, for ever."""
+        """Messages for the one reader, until closed."""
         while True:
             await self._news.wait()
+            if self._closed:
+                return
             # All requests of one engine step become ready in the same turn of the loop: let them all get here first.
             await asyncio.sleep(0)
             self._news.clear()
