@@ -204,9 +204,10 @@ def load_settings(args: Mapping[str, Any], has_gpu: bool = False) -> Settings:
 def default_home() -> Path:
     """Where checkpoints, caches and logs live: `MODESWITCH_HOME`, or the user's cache folder."""
     if home := os.environ.get("MODESWITCH_HOME"):
-        return Path(home).expanduser().resolve()
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "modeswitch"
+        return Path(home).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has a relative path ignored.
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "modeswitch"
 
 
 def _resolve(mode: str | ComposedMode) -> Mode:

@@ -8,12 +8,12 @@ nothing here downloads, converts or imports an inference library. `app.engines.p
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 
+from app.config import default_home
 from app.engines.checkpoints import embedded, manifest
 from app.engines.checkpoints.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
 
@@ -44,15 +44,6 @@ class Scheme(StrEnum):
     """4-bit weights (W4A16), symmetric, groups of 64, rounded by GPTQ."""
     AWQ = "awq"
     """4-bit weights (W4A16), symmetric, groups of 64, scaled by AWQ."""
-
-
-def default_home() -> Path:
-    """Return the folder all prepared files live in: `MODESWITCH_HOME`, or `modeswitch` in the user's cache folder."""
-    if home := os.environ.get("MODESWITCH_HOME"):
-        return Path(home).expanduser().absolute()
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has a relative path ignored.
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "modeswitch"
 
 
 def resolve(reference: str, scheme: str, checkpoints: Mapping[str, str], home: Path) -> str:
