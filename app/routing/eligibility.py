@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from app.routing.decision import Ineligible
+from app.routing.decision import Ineligible, Refusal
 from app.routing.features import Quality, RequestFeatures
 from app.routing.mode_info import ModeInfo
 from app.routing.profile import GateOutcome, Profile
@@ -205,3 +205,16 @@ _SEVERITY = {
 def refusal_code(by_mode: Iterable[Ineligible]) -> Ineligible:
     """The one code that stands for all modes'; `UNKNOWN_MODE` for none."""
     return min(by_mode, key=_SEVERITY.__getitem__, default=Ineligible.UNKNOWN_MODE)
+
+
+def refusal(
+    policy: str, settings_version: str, features: RequestFeatures, by_mode: Mapping[str, Ineligible]
+) -> Refusal:
+    """What a policy answers when no mode may serve."""
+    return Refusal(
+        code=refusal_code(by_mode.values()),
+        request_class=features.request_class,
+        policy=policy,
+        settings_version=settings_version,
+        by_mode=by_mode,
+    )

@@ -12,8 +12,8 @@ from operator import itemgetter
 import msgspec
 
 from app.routing.coefficients import compile_profile
-from app.routing.decision import Decision, Ineligible, LostBy, Outcome, Refusal
-from app.routing.eligibility import Eligibility, refusal_code
+from app.routing.decision import Decision, Ineligible, LostBy, Outcome
+from app.routing.eligibility import Eligibility, refusal
 from app.routing.features import Objective, RequestFeatures
 from app.routing.mode_info import ModeInfo
 from app.routing.policies.engine_load import EngineLoad, engine_loads
@@ -66,13 +66,7 @@ class CostPolicy:
         if self._settings.max_energy_ratio is not None:
             predictions = self._within_energy(predictions, refused, engines, features, snapshot)
         if not predictions:
-            return Refusal(
-                code=refusal_code(refused.values()),
-                request_class=features.request_class,
-                policy=self.name,
-                settings_version=self._version,
-                by_mode=refused,
-            )
+            return refusal(self.name, self._version, features, refused)
         return self._decision(self._rank(predictions, features), features)
 
     def predictions(self, features: RequestFeatures, snapshot: Snapshot) -> dict[str, Prediction]:

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import msgspec
 
-from app.routing.decision import Decision, Ineligible, LostBy, Outcome, Refusal
-from app.routing.eligibility import Eligibility, refusal_code
+from app.routing.decision import Decision, LostBy, Outcome
+from app.routing.eligibility import Eligibility, refusal
 from app.routing.features import RequestFeatures
 from app.routing.mode_info import ModeInfo
 from app.routing.policies.rules import RULES, RulesPolicy
@@ -123,7 +123,7 @@ class LearnedPolicy:
     def decide(self, features: RequestFeatures, snapshot: Snapshot) -> Outcome:
         eligible, refused = self._eligibility.split(features, snapshot)
         if not eligible:
-            return self._refusal(features, refused)
+            return refusal(self.name, self._settings_version, features, refused)
         scores = dict(zip(self._predictor.modes, self._predictor.scores(feature_vector(features)), strict=True))
         # A score that is not a number compares false with everything: such a mode is not chosen.
         known = [(scores[mode.name], mode) for mode in eligible if scores.get(mode.name, _NAN) < _INFINITE]
@@ -145,15 +145,6 @@ class LearnedPolicy:
             rule=f"lowest score of {self._version} ({score:.4g})",
             runner_up=None if runner_up is None else runner_up[1].name,
             lost_by=None if runner_up is None else LostBy.SCORE,
-        )
-
-    def _refusal(self, features: RequestFeatures, refused: dict[str, Ineligible]) -> Refusal:
-        return Refusal(
-            code=refusal_code(refused.values()),
-            request_class=features.request_class,
-            policy=self.name,
-            settings_version=self._settings_version,
-            by_mode=refused,
         )
 
 

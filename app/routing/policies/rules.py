@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from app.routing.classes import PREFILL_HEAVY_ABOVE_SCORE, BatchPressure, Shape
-from app.routing.decision import Decision, Ineligible, LostBy, Outcome, Refusal
-from app.routing.eligibility import Eligibility, refusal_code
+from app.routing.decision import Decision, Ineligible, LostBy, Outcome
+from app.routing.eligibility import Eligibility, refusal
 from app.routing.features import RequestFeatures
 from app.routing.mode_info import ModeInfo
 from app.routing.profile import Profile
@@ -123,13 +123,7 @@ class RulesPolicy:
                     lost_by=None if runner_up is None else LostBy.LATER_RULE,
                 )
             refused[mode.name] = why
-        return Refusal(
-            code=refusal_code(refused.values()),
-            request_class=features.request_class,
-            policy=self.name,
-            settings_version=self._settings_version,
-            by_mode=refused,
-        )
+        return refusal(self.name, self._settings_version, features, refused)
 
     def _runner_up(self, place: int, chosen: str, features: RequestFeatures) -> str | None:
         """What the next rule that matches would have chosen instead."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from app.routing.decision import Decision, Ineligible, Outcome, Refusal
-from app.routing.eligibility import Eligibility, refusal_code
+from app.routing.decision import Decision, Ineligible, Outcome
+from app.routing.eligibility import Eligibility, refusal
 from app.routing.features import RequestFeatures
 from app.routing.mode_info import ModeInfo
 from app.routing.settings import RoutingSettings
@@ -52,10 +52,4 @@ class StaticPolicy:
                     else "the reference, while the named mode cannot serve",
                 )
             refused[mode.name] = why
-        return Refusal(
-            code=refusal_code(refused.values()),
-            request_class=features.request_class,
-            policy=self.name,
-            settings_version=self._settings_version,
-            by_mode=refused,
-        )
+        return refusal(self.name, self._settings_version, features, refused)
