@@ -24,7 +24,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from app.energy.activity import Ack, ActivityBatch, ActivityRecorder
@@ -88,11 +88,7 @@ class ActivitySender:
 
     async def run(self) -> None:
         """Flush for ever; while the meter is out of reach, less and less often."""
-        pause_s = self._flush_s
-        while True:
-            await asyncio.sleep(pause_s)
-            reached = await self.flush()
-            pause_s = self._flush_s if reached else min(2 * pause_s, _LONGEST_PAUSE_S)
+        await _flush_for_ever(self.flush, self._flush_s)
 
     async def flush(self) -> bool:
         """Send what there is; False when the meter could not be reached."""
@@ -155,11 +151,7 @@ class RecordSender:
 
     async def run(self) -> None:
         """Flush for ever; while the meter is out of reach, less and less often."""
-        pause_s = self._flush_s
-        while True:
-            await asyncio.sleep(pause_s)
-            reached = await self.flush()
-            pause_s = self._flush_s if reached else min(2 * pause_s, _LONGEST_PAUSE_S)
+        await _flush_for_ever(self.flush, self._flush_s)
 
     async def flush(self) -> bool:
         """Send what there is; False when the meter could not be reached."""
@@ -175,3 +167,10 @@ class RecordSender:
                 log.debug("the energy meter took no records: %s", error)
                 return False
         return True
+
+
+async def _flush_for_ever(flush: Callable[[], Awaitable[bool]], flush_s: float) -> None:
+    pause_s = flush_s
+    while True:
+        await asyncio.sleep(pause_s)
+        pause_s = flush_s if await flush() else min(2 * pause_s, _LONGEST_PAUSE_S)
