@@ -26,15 +26,6 @@ def run(code, library_folder):
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.skip(reason="measures a residual in real time, which a busy machine spoils")
-def test_on_a_gpu_it_needs_nothing_but_pynvml(stub_build):
-    done = run(LONELY, stub_build.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "GPU-0 (Stub GPU)" in done.stdout
-    assert "nvml_counter" in done.stdout
-    assert "residual" in done.stdout
-
-
 def test_pynvml_alone_is_enough_to_run(stub_build):
     """Whatever the residual is on a busy machine: it measures and prints without the application's libraries."""
     done = run(LONELY, stub_build.parent)
