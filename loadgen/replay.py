@@ -1,4 +1,7 @@
-"""`replay paper`: the paper's figures from its measured rows, then beside what was published."""
+"""`replay paper`: the paper's figures from its measured rows, then beside what was published.
+
+`replay ledger` is in `replay_ledger.py`.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from loadgen import replay_ledger
 from loadgen.best_mode import Score
 from loadgen.paper.figures import (
     Compared,
@@ -82,6 +86,7 @@ def register(app: typer.Typer) -> None:
     replay = typer.Typer(help="Recompute decisions and figures from what was recorded.", no_args_is_help=True)
     app.add_typer(replay, name="replay")
     replay.callback()(_together)
+    replay_ledger.register(replay)
 
     @replay.command()
     def paper(

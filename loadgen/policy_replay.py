@@ -1,0 +1,317 @@
+"""Logged decisions asked again of other policies, or of the same one. Pure: decisions in, tallies out.
+
+Tallies of several processes add up, so that a large ledger is replayed in pieces.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import msgspec
+
+from app.routing.coefficients import ModeCoefficients, compile_profile
+from app.routing.decision import Decision, Outcome
+from app.routing.mode_info import ModeInfo
+from app.routing.policies import Policy, make_policy
+from app.routing.policies.engine_load import EngineLoad, Interference, engine_loads
+from app.routing.policies.prediction import predict
+from app.routing.profile import Profile
+from app.routing.settings import RoutingSettings
+from loadgen.logged_decisions import LoggedDecision, Row, decode
+
+_LISTED = 100
+"""Mismatches and damaged rows that are kept word for word; the rest are counted."""
+
+
+@dataclass(slots=True)
+class PairedMean:
+    """Means of the policy's mode and of the executed one over the requests where both can be predicted."""
+
+    n: int = 0
+    policy_sum: float = 0.0
+    executed_sum: float = 0.0
+
+    def add(self, policy: float, executed: float) -> None:
+        self.n += 1
+        self.policy_sum += policy
+        self.executed_sum += executed
+
+    def merge(self, other: "PairedMean") -> None:
+        self.n += other.n
+        self.policy_sum += other.policy_sum
+        self.executed_sum += other.executed_sum
+
+    def as_json(self) -> dict[str, float | None]:
+        return {
+            "n": self.n,
+            "policy_mean": self.policy_sum / self.n if self.n else None,
+            "executed_mean": self.executed_sum / self.n if self.n else None,
+            "ratio": self.policy_sum / self.executed_sum if self.executed_sum else None,
+        }
+
+
+@dataclass(slots=True)
+class PolicyTally:
+    """What one policy would have done. `failures`: why it could not be asked, by message."""
+
+    asked: int = 0
+    agreed: int = 0
+    choices: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    latency_ms: PairedMean = field(default_factory=PairedMean)
+    energy_j: PairedMean = field(default_factory=PairedMean)
+
+    def merge(self, other: "PolicyTally") -> None:
+        self.asked += other.asked
+        self.agreed += other.agreed
+        for name in ("choices", "refusals", "failures"):
+            getattr(self, name).update(getattr(other, name))
+        self.latency_ms.merge(other.latency_ms)
+        self.energy_j.merge(other.energy_j)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "asked": self.asked,
+            "agreed": self.agreed,
+            "choices": dict(self.choices),
+            "refusals": dict(self.refusals),
+            "failures": dict(self.failures),
+            "predicted_latency_ms": self.latency_ms.as_json(),
+            "predicted_energy_j": self.energy_j.as_json(),
+        }
+
+
+class Cost(NamedTuple):
+    """What the profile predicts for one mode; energy is None where it was not measured."""
+
+    latency_ms: float
+    energy_j: float | None
+
+
+class Mismatch(NamedTuple):
+    """A decision that came out otherwise: the fields that differ, as `name: logged -> replayed`."""
+
+    request_id: str
+    policy: str
+    differences: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Tally:
+    """A replay's outcome. Of mismatches and damage the first hundred of each piece are kept word for word."""
+
+    rows: int = 0
+    undecided: int = 0
+    damaged: Counter[str] = field(default_factory=Counter)
+    executed: Counter[str] = field(default_factory=Counter)
+    policies: dict[str, PolicyTally] = field(default_factory=dict)
+    verified: int = 0
+    mismatched: int = 0
+    mismatches: list[Mismatch] = field(default_factory=list)
+    unverifiable: Counter[str] = field(default_factory=Counter)
+
+    def merge(self, other: "Tally") -> None:
+        for item in fields(self):
+            ours, theirs = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(ours, int):
+                setattr(self, item.name, ours + theirs)
+            elif isinstance(ours, Counter):
+                ours.update(theirs)
+        self.mismatches = (self.mismatches + other.mismatches)[:_LISTED]
+        for name, tally in other.policies.items():
+            self.policies.setdefault(name, PolicyTally()).merge(tally)
+
+
+class SetupMissing(ValueError):
+    """A row says neither with which settings nor over which modes it was decided, and nobody else does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What stands in for what a ledger does not say, and the profiles by their versions.
+
+    `profile` predicts costs and is what the replayed policies read; verification takes the one each row names.
+    """
+
+    profile: Profile | None = None
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    settings: RoutingSettings | None = None
+    modes: tuple[ModeInfo, ...] | None = None
+
+
+class Replay:
+    """Asks `policies` about every row given to `add`; with `verify` also each row's own policy."""
+
+    def __init__(self, policies: Sequence[str], defaults: Defaults, *, verify: bool = False) -> None:
+        self.tally = Tally(policies={name: PolicyTally() for name in policies})
+        self._names = tuple(policies)
+        self._defaults = defaults
+        self._verify = verify
+        self._setups: dict[tuple[bytes, bytes], _Setup] = {}
+        self._interference: Interference = {} if defaults.profile is None else defaults.profile.interference
+
+    def add(self, row: Row) -> None:
+        """Replays one row into the tally; a damaged one is counted there."""
+        tally = self.tally
+        tally.rows += 1
+        try:
+            logged = decode(row)
+            if logged is None:
+                tally.undecided += 1
+            else:
+                self._ask_all(logged, self._setup(logged))
+        except ValueError as error:
+            tally.damaged[str(error)] += 1
+        except (ArithmeticError, LookupError) as error:
+            # JSON of the right form with numbers that no live state can have, such as a negative load.
+            tally.damaged[f"impossible values: {type(error).__name__}: {error}"] += 1
+
+    def _ask_all(self, logged: LoggedDecision, setup: "_Setup") -> None:
+        tally = self.tally
+        costs = _Costs(logged, setup.coefficients, self._interference)
+        for name in self._names:
+            _ask(tally.policies[name], setup.policy(name, self._defaults.profile), logged, costs)
+        if self._verify:
+            self._check(logged, setup)
+        tally.executed[logged.executed or "refused"] += 1
+
+    def _setup(self, logged: LoggedDecision) -> "_Setup":
+        key = bytes(logged.context.settings), bytes(logged.context.modes)
+        setup = self._setups.get(key)
+        if setup is None:
+            setup = self._setups[key] = _setup_of(*key, self._defaults)
+        return setup
+
+    def _check(self, logged: LoggedDecision, setup: "_Setup") -> None:
+        tally, outcome = self.tally, logged.outcome
+        version = logged.context.profile_version
+        if version is None and isinstance(outcome, Decision):
+            version = outcome.profile_version
+        profile = None if version is None else self._defaults.profiles.get(version)
+        if version is not None and profile is None:
+            tally.unverifiable[f"profile {version} was not given"] += 1
+            return
+        policy = setup.policy(logged.context.policy or outcome.policy, profile)
+        if isinstance(policy, str):
+            tally.unverifiable[policy] += 1
+            return
+        again = policy.decide(logged.features, logged.snapshot)
+        tally.verified += 1
+        if again != outcome:
+            tally.mismatched += 1
+            if len(tally.mismatches) < _LISTED:
+                tally.mismatches.append(Mismatch(logged.request_id, policy.name, _differences(outcome, again)))
+
+
+class _Setup:
+    """Policies over one set of modes and settings; made once, for most rows share them."""
+
+    def __init__(self, settings: RoutingSettings, modes: tuple[ModeInfo, ...], profile: Profile | None) -> None:
+        self._settings, self._modes = settings, modes
+        self.coefficients = {} if profile is None else compile_profile(profile, modes)
+        self._policies: dict[tuple[str, str | None], Policy | str] = {}
+
+    def policy(self, name: str, profile: Profile | None) -> Policy | str:
+        """The policy, or in words why there is none."""
+        key = name, None if profile is None else profile.version
+        found = self._policies.get(key)
+        if found is None:
+            try:
+                found = make_policy(name, self._modes, self._settings, profile)
+            except ValueError as error:
+                found = str(error)
+            self._policies[key] = found
+        return found
+
+
+class _Costs:
+    """Predicted cost of one request by mode, each worked out when first asked for: most are not."""
+
+    __slots__ = ("_coefficients", "_engines", "_interference", "_known", "_logged")
+
+    def __init__(
+        self, logged: LoggedDecision, coefficients: Mapping[str, ModeCoefficients], interference: Interference
+    ) -> None:
+        self._logged, self._coefficients, self._interference = logged, coefficients, interference
+        self._engines: Mapping[str, EngineLoad] | None = None
+        self._known: dict[str, Cost | None] = {}
+
+    def note(self, decision: Decision) -> None:
+        """Takes over what the cost policy predicted itself, from the same profile."""
+        for mode, terms in ((decision.mode, decision.terms), (decision.runner_up, decision.runner_up_terms)):
+            if mode is not None and terms is not None:
+                self._known[mode] = Cost(terms.latency_ms, terms.energy_j)
+
+    def of(self, mode: str) -> Cost | None:
+        """None for a mode without coefficients, or whose engine was not there."""
+        if mode not in self._known:
+            self._known[mode] = self._predict(mode)
+        return self._known[mode]
+
+    def _predict(self, mode: str) -> Cost | None:
+        known = self._coefficients.get(mode)
+        if known is None:
+            return None
+        features, snapshot = self._logged.features, self._logged.snapshot
+        if self._engines is None:
+            self._engines = engine_loads(features, snapshot, self._interference)
+        if known.mode.engine not in self._engines:
+            return None
+        found = predict([known], self._engines, features, snapshot)[0]
+        return Cost(found.latency_ms, found.energy_j())
+
+
+def _setup_of(settings: bytes, modes: bytes, defaults: Defaults) -> _Setup:
+    """Raises SetupMissing, or ValueError for settings or modes that are not of their form."""
+    found_settings = defaults.settings if settings == b"null" else RoutingSettings.model_validate_json(settings)
+    found_modes = defaults.modes if modes == b"null" else msgspec.json.decode(modes, type=tuple[ModeInfo, ...])
+    for what, found in (("settings", found_settings), ("modes", found_modes)):
+        if found is None:
+            raise SetupMissing(f"the row names no {what}; give --{what} FILE")
+    assert found_settings is not None
+    assert found_modes is not None
+    return _Setup(found_settings, found_modes, defaults.profile)
+
+
+def _ask(tally: PolicyTally, policy: Policy | str, logged: LoggedDecision, costs: _Costs) -> None:
+    if isinstance(policy, str):
+        tally.failures[policy] += 1
+        return
+    outcome = policy.decide(logged.features, logged.snapshot)
+    tally.asked += 1
+    if not isinstance(outcome, Decision):
+        tally.refusals[outcome.code.value] += 1
+        tally.agreed += logged.executed is None
+        return
+    tally.choices[outcome.mode] += 1
+    tally.agreed += outcome.mode == logged.executed
+    if logged.executed is None:
+        return
+    costs.note(outcome)
+    ours, theirs = costs.of(outcome.mode), costs.of(logged.executed)
+    if ours is None or theirs is None:
+        return
+    tally.latency_ms.add(ours.latency_ms, theirs.latency_ms)
+    if ours.energy_j is not None and theirs.energy_j is not None:
+        tally.energy_j.add(ours.energy_j, theirs.energy_j)
+
+
+def _differences(logged: Outcome, again: Outcome) -> tuple[str, ...]:
+    left, right = _flat(logged), _flat(again)
+    names: Iterable[str] = dict.fromkeys((*left, *right))
+    return tuple(
+        f"{name}: {left.get(name)} -> {right.get(name)}" for name in names if left.get(name) != right.get(name)
+    )
+
+
+def _flat(outcome: Outcome) -> dict[str, Any]:
+    """Fields by dotted name, so that one differing term does not print all of them."""
+    flat: dict[str, Any] = {}
+    for name, value in msgspec.to_builtins(outcome).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": item for inner, item in value.items()}
+        else:
+            flat[name] = value
+    return flat
