@@ -13,6 +13,10 @@ COMMAND_MODULES = (
     "replay",
     "oracle",
     "sweep",
+    "energy",
+    "report",
+    "calibrate",
+    "compare",
     "decision_bench",
     "null_server",
 )

@@ -1,0 +1,225 @@
+"""A profile in plain words: which mode wins where, what routing gains here, and whether it is worth it. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rich.table import Table
+
+from app.routing.classes import BatchPressure, classify, output_shape, prefill_score, prompt_shape
+from app.routing.coefficients import ModeCoefficients, compile_profile
+from app.routing.eligibility import Eligibility
+from app.routing.features import RequestFeatures
+from app.routing.mode_info import ModeInfo
+from app.routing.policies.base import Policy
+from app.routing.policies.cost import CostPolicy
+from app.routing.policies.engine_load import engine_loads
+from app.routing.policies.prediction import predict
+from app.routing.policies.static import StaticPolicy
+from app.routing.profile import Profile
+from app.routing.settings import RoutingSettings
+from app.routing.snapshot import EngineView, Snapshot
+from app.routing.tags import Tag
+from loadgen.recipe import Recipe, RequestKind, Slot, trace_of
+from loadgen.routing_simulation import SimulatedRequest, simulate
+
+_SIMULATED = 240
+_LIGHT_SHARE, _SATURATING_SHARE = 0.2, 4.0
+"""Rates, as multiples of the rate at which one engine without batching would just be busy."""
+_TAGS = {"choice": Tag.MULTIPLE_CHOICE, "rewriting": Tag.REWRITING}
+_WORTH_IT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ClassWinner:
+    """Predicted latency of every mode for one kind of request on idle engines, in ms."""
+
+    latency_ms: dict[str, float]
+    allowed: frozenset[str]
+    """Modes that the quality gate lets serve it."""
+
+    @property
+    def best(self) -> str:
+        """The fastest of the allowed modes; of modes that are equally fast the first."""
+        return min((mode for mode in self.latency_ms if mode in self.allowed), key=self.latency_ms.__getitem__)
+
+    @property
+    def fastest(self) -> str:
+        """The fastest whatever its quality."""
+        return min(self.latency_ms, key=self.latency_ms.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Mean latencies of a simulated load, in ms: `cost` and every static mode that may serve all requests."""
+
+    rate_per_s: float
+    cost_ms: float
+    static_ms: dict[str, float]
+
+    @property
+    def best_static(self) -> str:
+        return min(self.static_ms, key=self.static_ms.__getitem__)
+
+    @property
+    def saved(self) -> float:
+        """Share of the best static mode's mean latency that routing saves; negative where it costs."""
+        return 1.0 - self.cost_ms / self.static_ms[self.best_static]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a calibration tells its user."""
+
+    winners: dict[str, ClassWinner]
+    light: Gain
+    saturating: Gain
+    unproven: tuple[str, ...]
+    """Lossy modes that no quality evidence admits to any kind of request."""
+
+
+def answer(profile: Profile, modes: Sequence[ModeInfo], recipe: Recipe, settings: RoutingSettings) -> Answer:
+    """From a profile and the modes that it is for. Raises ValueError where the profile has none of them."""
+    measured = [mode for mode in modes if mode.name in profile.modes]
+    if not measured:
+        raise ValueError("the profile has none of the served modes")
+    coefficients = compile_profile(profile, measured)
+    winners = {
+        name: _winner(features_of(kind), measured, coefficients, profile, settings)
+        for name, kind in recipe.classes.items()
+    }
+    allowed = [mode for mode in measured if all(mode.name in winner.allowed for winner in winners.values())]
+    service_s = fmean(winner.latency_ms[measured[0].name] for winner in winners.values()) / 1000
+    gains = [
+        _gain(share / service_s, measured, allowed or measured[:1], coefficients, profile, recipe, settings)
+        for share in (_LIGHT_SHARE, _SATURATING_SHARE)
+    ]
+    admitted = set().union(*(winner.allowed for winner in winners.values()))
+    unproven = tuple(mode.name for mode in measured if mode.name not in admitted)
+    return Answer(winners, gains[0], gains[1], unproven)
+
+
+def features_of(kind: RequestKind, slot: Slot | None = None) -> RequestFeatures:
+    """What the controller would measure of such a request on an idle device."""
+    tag = _TAGS.get(kind.kind, Tag.NONE)
+    shared = kind.kind == "shared_prefix" and slot is not None
+    score = prefill_score(kind.prompt_tokens, kind.output_tokens, False)
+    return RequestFeatures(
+        prompt_tokens=kind.prompt_tokens,
+        expected_output_tokens=kind.output_tokens,
+        max_tokens=kind.output_tokens,
+        shared_prefix=shared,
+        tag=tag,
+        prompt_shape=prompt_shape(kind.prompt_tokens),
+        output_shape=output_shape(kind.output_tokens),
+        prefill_score=score,
+        request_class=classify(BatchPressure.LOW, shared, False, tag, kind.prompt_tokens, kind.output_tokens, score),
+    )
+
+
+def _idle(modes: Sequence[ModeInfo]) -> Snapshot:
+    return Snapshot(engines={mode.engine: EngineView(engine=mode.engine) for mode in modes})
+
+
+def _winner(
+    features: RequestFeatures,
+    modes: Sequence[ModeInfo],
+    coefficients: Mapping[str, ModeCoefficients],
+    profile: Profile,
+    settings: RoutingSettings,
+) -> ClassWinner:
+    snapshot = _idle(modes)
+    found = predict(coefficients.values(), engine_loads(features, snapshot, {}), features, snapshot)
+    eligible, _ = Eligibility(modes, settings, profile).split(features, snapshot)
+    allowed = frozenset(mode.name for mode in eligible) or frozenset({modes[0].name})
+    return ClassWinner({one.mode.name: one.latency_ms for one in found}, allowed)
+
+
+def _gain(
+    rate_per_s: float,
+    modes: Sequence[ModeInfo],
+    allowed: Sequence[ModeInfo],
+    coefficients: Mapping[str, ModeCoefficients],
+    profile: Profile,
+    recipe: Recipe,
+    settings: RoutingSettings,
+) -> Gain:
+    requests = [_simulated(recipe.classes[slot.name], slot) for slot in trace_of(recipe, rate_per_s, _SIMULATED, 0)]
+
+    def mean_ms(policy: Policy) -> float:
+        served = simulate(requests, policy, coefficients, profile.interference)
+        return fmean(one.latency_ms for one in served if one.latency_ms is not None)
+
+    return Gain(
+        rate_per_s,
+        mean_ms(CostPolicy(modes, settings, profile)),
+        {mode.name: mean_ms(StaticPolicy(mode.name, modes, settings, fall_back=False)) for mode in allowed},
+    )
+
+
+def _simulated(kind: RequestKind, slot: Slot) -> SimulatedRequest:
+    # The last sentence is the question, which differs.
+    shared = max(0, kind.prompt_tokens - 64) if slot.conversation is not None else 0
+    return SimulatedRequest(slot.due_s, features_of(kind, slot), slot.conversation, shared)
+
+
+def table_of(found: Answer) -> Table:
+    """One line a kind of request, one column a mode: predicted latency on idle engines, the winner marked."""
+    modes = list(next(iter(found.winners.values())).latency_ms)
+    table = Table(title="Predicted latency on idle engines, ms (* best; in brackets: not admitted for its quality)")
+    table.add_column("requests")
+    for mode in modes:
+        table.add_column(mode, justify="right")
+    for name, winner in found.winners.items():
+        cells = []
+        for mode in modes:
+            figure = f"{winner.latency_ms[mode]:.0f}" + (" *" if mode == winner.best else "")
+            cells.append(figure if mode in winner.allowed else f"({figure})")
+        table.add_row(name.replace("_", " "), *cells)
+    return table
+
+
+def words_of(found: Answer) -> list[str]:
+    """The answer in sentences."""
+    sentences = [
+        f"{name.replace('_', ' ')}: {winner.best} is fastest ({winner.latency_ms[winner.best]:.0f} ms)"
+        + (
+            "."
+            if winner.fastest == winner.best or _tied(winner)
+            else f"; {winner.fastest} would be faster, but has no measured quality that admits it."
+        )
+        for name, winner in found.winners.items()
+    ]
+    sentences += [_gain_words("At a light load", found.light), _gain_words("Saturated", found.saturating)]
+    if found.unproven:
+        sentences.append(
+            f"Left out for want of quality evidence: {', '.join(found.unproven)}. Measure it and calibrate again with "
+            "--quality FILE, or name them in accepted_modes."
+        )
+    sentences.append(_verdict(found))
+    return sentences
+
+
+def _tied(winner: ClassWinner) -> bool:
+    return winner.latency_ms[winner.fastest] > 0.98 * winner.latency_ms[winner.best]
+
+
+def _gain_words(when: str, gain: Gain) -> str:
+    best = gain.best_static
+    change = f"{100 * abs(gain.saved):.0f} % {'less' if gain.saved >= 0 else 'more'}"
+    return (
+        f"{when} ({gain.rate_per_s:.2g} requests/s of this mix): routing by cost is predicted to take "
+        f"{gain.cost_ms:.0f} ms on average, {change} than always {best} ({gain.static_ms[best]:.0f} ms), "
+        "the best single mode."
+    )
+
+
+def _verdict(found: Answer) -> str:
+    light, saturating = found.light.saved, found.saturating.saved
+    if light >= _WORTH_IT and saturating >= -_WORTH_IT:
+        return "Routing is worth it here: requests differ in what serves them best. Check with `compare`."
+    if light >= _WORTH_IT:
+        return "Routing is worth it while the load is light; saturated, one mode serves better. Check with `compare`."
+    if saturating >= _WORTH_IT:
+        return "Routing is worth it under load. Check with `compare`."
+    return f"Routing gains little here: always {found.light.best_static} is as good, and simpler."

@@ -1,0 +1,113 @@
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from app.routing.profile import Profile, parse_profile
+from loadgen.calibrate import CalibrationFailed, read_quality, read_served
+from loadgen.calibration_trials import steady_window_ms, token_ms
+from loadgen.records import RequestRecord
+from loadgen.server_facts import NothingServed
+from tests.loadgen.conftest import finished, serve
+from tests.loadgen.fake_modes import FakeApplication, four_engines
+
+
+@contextmanager
+def calibrate(url: str, model_folder: Path, out: Path, *more: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "loadgen", "calibrate", "--base-url", url, "--out", str(out)]
+    command += ["--tokenizer", str(model_folder), *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        yield process
+        process.kill()
+
+
+def read(path: Path) -> Profile:
+    return parse_profile(path.read_text(), model="tiny-model", hardware="box")
+
+
+async def test_a_server_of_known_speed_is_recovered(model_folder: Path, tmp_path: Path) -> None:
+    url = str((await serve(FakeApplication(four_engines(), energy=True).app())).make_url(""))
+    with calibrate(url, model_folder, tmp_path / "profile.json", "--budget-s", "25") as process:
+        words = await finished(process)
+    assert process.returncode == 0, words
+    profile = read(tmp_path / "profile.json")
+    assert set(profile.modes) == {"fp16", "prefix_caching", "int8", "speculative"}
+    assert profile.modes["fp16"] == profile.modes["prefix_caching"], "one engine, one set of coefficients"
+    fp16, int8, speculative = (profile.modes[name] for name in ("fp16", "int8", "speculative"))
+    # Sleeps are never too short, and too long on a busy machine.
+    for tokens, took_ms in fp16.prefill_ms:
+        assert 0.75 < took_ms / (20.0 + 0.1 * tokens) < 2.0
+    for batch, step_ms in fp16.step_ms:
+        assert 0.9 < step_ms / (12.0 + batch) < 1.6
+    assert int8.prefill_ms[-1][1] < fp16.prefill_ms[-1][1]
+    assert speculative.speculation is not None
+    assert speculative.speculation.accepted_per_step["rewriting"] == pytest.approx(2.0, abs=0.25)
+    assert speculative.speculation.default == 0.0
+    assert 0.9 < speculative.step_ms[0][1] / 15.0 < 1.6
+    assert profile.interference["fp16"]["int8"] == pytest.approx(1.5, abs=0.3)
+    assert set(profile.interference["int8"]) == {"fp16", "speculative"}
+    assert fp16.peak_memory_bytes == 1004
+    assert fp16.decode_j_per_token is not None
+    assert fp16.decode_j_per_token[0][1] == pytest.approx(0.5, abs=0.05)
+    assert int8.decode_j_per_token is None, "its server tells no energy, and unknown is not 0"
+    assert "routing by cost is predicted to take" in " ".join(words.split())
+
+
+async def test_an_interrupted_calibration_writes_what_it_has(model_folder: Path, tmp_path: Path) -> None:
+    application = FakeApplication(four_engines())
+    url = str((await serve(application.app())).make_url(""))
+    with calibrate(url, model_folder, tmp_path / "profile.json", "--budget-s", "500") as process:
+        import asyncio
+
+        while len(application.policies) < 150:
+            await asyncio.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        words = await finished(process)
+    assert process.returncode == 130, words
+    assert "fp16" in read(tmp_path / "profile.json").modes
+
+
+async def test_a_server_that_fails_is_an_error_and_no_profile(model_folder: Path, tmp_path: Path) -> None:
+    url = str((await serve(FakeApplication(four_engines(), fail_after=1).app())).make_url(""))
+    with calibrate(url, model_folder, tmp_path / "profile.json", "--budget-s", "20") as process:
+        words = await finished(process)
+    assert process.returncode == 2, words
+    assert "overloaded" in words
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_frames_of_several_tokens_and_tokens_without_a_frame() -> None:
+    # 9 tokens: one at 100 ms, then two a frame each 20 ms; the last two show no text.
+    record = RequestRecord(sent_s=1.0, ttft_ms=100.0, frame_ms=[100.0, 120.0, 140.0, 160.0, 180.0], total_ms=180.0)
+    record.output_tokens = 9
+    assert token_ms(record, *steady_window_ms([record])) == pytest.approx(10.0)
+    later = RequestRecord(sent_s=1.0, ttft_ms=140.0, frame_ms=[140.0, 300.0], total_ms=300.0, output_tokens=2)
+    assert steady_window_ms([record, later]) == (1140.0, 1180.0)
+    assert token_ms(record, 1140.0, 1180.0) == pytest.approx(10.0)
+    assert token_ms(RequestRecord(output_tokens=1), 0.0, 1.0) is None
+
+
+def test_names_come_from_the_server_or_the_user() -> None:
+    mode = {"id": "fp16", "engine": "fp16", "state": "ready", "weights": "fp16", "lossless": True}
+    served = read_served({"data": [mode], "model": "m", "engines": []}, None, "mine")
+    assert (served.model, served.hardware) == ("m", "mine")
+    with pytest.raises(NothingServed, match="give --hardware"):
+        read_served({"data": [mode], "model": "m", "engines": []}, None, None)
+    with pytest.raises(NothingServed, match="no mode that is ready"):
+        read_served({"data": [{**mode, "state": "starting"}]}, "m", "h")
+
+
+def test_bad_quality_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "quality.json"
+    with pytest.raises(CalibrationFailed, match="cannot read"):
+        read_quality(path)
+    path.write_text(json.dumps([{"mode": "int8", "scope": "any", "outcome": "maybe", "metric": "kl"}]))
+    with pytest.raises(CalibrationFailed, match="outcome"):
+        read_quality(path)
+    path.write_text(json.dumps([{"mode": "int8", "scope": "any", "outcome": "pass", "metric": "kl"}]))
+    assert read_quality(path)[0]["outcome"] == "pass"
