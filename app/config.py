@@ -16,7 +16,9 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from app.energy.settings import EnergySettings
 from app.modes import CATALOGUE, EngineSpec, Mode, Platform, compose, group_into_engines
+from app.routing.settings import RoutingSettings
 
 PRESETS = ("cpu", "a100-40gb")
 _BYTES_PER_GIB = 2**30
@@ -99,11 +101,60 @@ class RestartSettings(_Settings):
 class ControllerSettings(_Settings):
     """Limits of the ingress."""
 
-    default_mode: str = "fp16"
-    """The mode of `model: auto`, while its engine is ready; then the first ready mode in the order of `modes`."""
     max_body_bytes: Annotated[int, Field(gt=0)] = 8 * 2**20
     max_ongoing_requests: Annotated[int, Field(gt=1)] = 2048
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
+    exact_below_chars: Annotated[int, Field(gt=0)] = 100_000
+    """Prompts from this size on are not tokenised before they are routed; their tokens are estimated."""
+    policy_header: bool = True
+    """Whether `x-modeswitch-policy` lets a request choose the policy that decides it."""
+
+
+class TenantLimits(_Settings):
+    """What one tenant may use."""
+
+    tokens_per_s: Annotated[float, Field(gt=0)] | None = None
+    """Prompt and output tokens on the long run; None: no limit."""
+    burst_tokens: Annotated[float, Field(gt=0)] | None = None
+    """How many at once; by default a minute's worth."""
+    share: Annotated[float, Field(gt=0)] = 1.0
+    """Weight against other tenants: with 2 it is served twice as much before it has to wait for them."""
+
+
+class LiveSettings(_Settings):
+    """What may change while the application serves: Serve's `user_config` of the deployment `controller`.
+
+    A change reaches the controller alone; no engine is restarted.
+    """
+
+    policy: str = "cost"
+    """`cost`, `rules`, `rules_published`, `learned` or `static:<mode>`."""
+    shadows: tuple[str, ...] = ()
+    """Policies that are asked and logged beside it, never followed."""
+    routing: RoutingSettings = RoutingSettings()
+    queue_limit: Annotated[int, Field(gt=0)] = 256
+    """Requests sent to one engine and not finished, at most."""
+    deadline_s: Annotated[float, Field(gt=0)] | None = None
+    """Of every request, unless it brings a shorter one (`x-modeswitch-deadline-ms`)."""
+    tenants: dict[str, TenantLimits] = {}
+
+
+class KnowledgeSettings(_Settings):
+    """Files that policies decide by."""
+
+    profile: str | None = "auto"
+    """A profile's path; `auto` takes the one that comes with the application, if it fits; None: none."""
+    trained_model: Path | None = None
+    """Of the policy `learned`: what `python -m loadgen train` wrote."""
+    hardware: str | None = None
+    """Take this as the hardware's name when profiles are checked; None: ask the device."""
+
+
+class AuthSettings(_Settings):
+    """API keys; with none, everybody is let in (see `app/controller/tenants.py` for the formats)."""
+
+    keys_env: str = "MODESWITCH_API_KEYS"
+    keys_file: Path | None = None
 
 
 class DeviceSettings(_Settings):
@@ -129,6 +180,10 @@ class Settings(_Settings):
     health: HealthSettings = HealthSettings()
     restart: RestartSettings = RestartSettings()
     controller: ControllerSettings = ControllerSettings()
+    live: LiveSettings = LiveSettings()
+    knowledge: KnowledgeSettings = KnowledgeSettings()
+    auth: AuthSettings = AuthSettings()
+    energy: EnergySettings = EnergySettings()
     device: DeviceSettings = DeviceSettings()
 
     @cached_property
@@ -148,10 +203,11 @@ class Settings(_Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = {mode.name for mode in self.resolved_modes}
         engines = {spec.name for spec in self.engine_specs}
-        if self.controller.default_mode not in names:
-            raise ValueError(f"controller.default_mode {self.controller.default_mode!r} is not among the modes")
+        names = {mode.name for mode in self.resolved_modes}
+        for policy in (self.live.policy, *self.live.shadows):
+            if policy.startswith("static:") and policy.removeprefix("static:") not in names:
+                raise ValueError(f"policy {policy!r}: its mode is not among the modes")
         if unknown := set(self.engines) - engines:
             raise ValueError(f"engines: no engine named {', '.join(sorted(unknown))}; there are {', '.join(engines)}")
         for spec in self.engine_specs:
@@ -197,8 +253,24 @@ def load_settings(args: Mapping[str, Any], has_gpu: bool = False) -> Settings:
     try:
         return Settings.model_validate(_merge(preset, {**args, "preset": chosen}))
     except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("the configuration is not valid:\n" + "\n".join(lines)) from None
+        raise _config_error("the configuration", error) from None
+
+
+def load_live(base: LiveSettings, user_config: Mapping[str, Any]) -> LiveSettings:
+    """`base` with what Serve's `user_config` changes.
+
+    Raises:
+        ConfigError: an unknown key, or a value out of range.
+    """
+    try:
+        return LiveSettings.model_validate(_merge(base.model_dump(mode="json"), user_config))
+    except ValidationError as error:
+        raise _config_error("user_config", error) from None
+
+
+def _config_error(what: str, error: ValidationError) -> ConfigError:
+    lines = [f"  {'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
+    return ConfigError(f"{what} is not valid:\n" + "\n".join(lines))
 
 
 def default_home() -> Path:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import platform
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -148,33 +151,69 @@ class Device:
             return Reading(memory.available, memory.total)
         return _read_nvml()
 
+    def identify(self) -> str:
+        """The hardware's name, as profiles state what they were measured on."""
+        if self._platform == "cpu":
+            return f"{_cpu_name()}, {psutil.cpu_count(logical=True)} cores"
+        return _gpu_name()
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """`pynvml`, initialised; NVML counts how often, so this nests."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
 
 def _read_nvml() -> Reading:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        try:
-            memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(_visible_gpu_uuid()))
+        with _nvml() as nvml:
+            memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(visible_gpu_uuid()))
             return Reading(int(memory.free), int(memory.total))
-        finally:
-            pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         log.warning("NVML cannot be read: %s", error)
         return Reading(None, None)
 
 
-def _visible_gpu_uuid() -> str:
-    """The GPU by UUID: NVML's numbers are not CUDA's."""
-    import os
-
+def _gpu_name() -> str:
     import pynvml
 
+    try:
+        with _nvml() as nvml:
+            return str(nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByUUID(visible_gpu_uuid())))
+    except pynvml.NVMLError as error:
+        log.warning("NVML cannot tell the GPU's name: %s", error)
+        return "unknown GPU"
+
+
+def _cpu_name() -> str:
+    """The processor's model name; Linux keeps it in a file of its own."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def visible_gpu_uuid() -> str:
+    """This process's GPU by UUID: NVML's numbers are not CUDA's.
+
+    Raises:
+        pynvml.NVMLError: there is none.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     if visible.startswith("GPU-"):
         return visible
-    handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible) if visible.isdigit() else 0)
-    return str(pynvml.nvmlDeviceGetUUID(handle))
+    with _nvml() as nvml:
+        handle = nvml.nvmlDeviceGetHandleByIndex(int(visible) if visible.isdigit() else 0)
+        return str(nvml.nvmlDeviceGetUUID(handle))
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from ray import serve
 from app.config import EngineSettings, Settings, load_settings
 from app.controller.deployment import Controller
 from app.device import Device
+from app.energy.deployment import meter_application
 from app.engines.deployment import Engine
 from app.modes import EngineSpec
 
@@ -27,17 +28,21 @@ def build(args: dict[str, Any]) -> serve.Application:
     device = serve.deployment(
         Device, name="device", max_ongoing_requests=256, ray_actor_options=_actor(settings, num_cpus=0)
     ).bind(settings)
-    engines = {spec.name: _engine(spec, settings, device) for spec in settings.engine_specs}
+    meter = meter_application(settings.energy, settings.energy.ledger_path or settings.home / "ledger.sqlite")
+    engines = {spec.name: _engine(spec, settings, device, meter) for spec in settings.engine_specs}
     controller = settings.controller
     return serve.deployment(
         serve.ingress()(Controller),
         name="controller",
         max_ongoing_requests=controller.max_ongoing_requests,
         ray_actor_options={"num_cpus": controller.num_cpus},
-    ).bind(settings, engines)
+        user_config={},
+    ).bind(settings, engines, device, meter)
 
 
-def _engine(spec: EngineSpec, settings: Settings, device: serve.Application) -> serve.Application:
+def _engine(
+    spec: EngineSpec, settings: Settings, device: serve.Application, meter: serve.Application
+) -> serve.Application:
     engine = settings.engine_settings(spec.name)
     return serve.deployment(
         Engine,
@@ -47,7 +52,7 @@ def _engine(spec: EngineSpec, settings: Settings, device: serve.Application) -> 
         health_check_timeout_s=settings.health.timeout_s,
         graceful_shutdown_timeout_s=_ENGINE_SHUTDOWN_S,
         ray_actor_options=_actor(settings, engine.num_cpus, engine),
-    ).bind(spec, settings, device)
+    ).bind(spec, settings, device, meter)
 
 
 def _actor(settings: Settings, num_cpus: float, engine: EngineSettings | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
-INCLUDABLE = frozenset({"mode", "timing"})
+INCLUDABLE = frozenset({"mode", "timing", "usage", "decision", "energy"})
 """What a client may ask for beside the answer, with `x-modeswitch-include`."""
 
 
@@ -33,9 +33,9 @@ class Endpoint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request for one engine. `body` is the client's OpenAI body, untouched but for model, id and salt.
+    """One request for one engine. `body` is the client's OpenAI body, untouched but for model, id, salt and priority.
 
-    `key` is unique per controller; `request_id` is the client's own name for the request and need not be.
+    `key` names the request in the ledger and is unique; `request_id` is the client's own name for it and need not be.
     """
 
     key: str
@@ -44,6 +44,27 @@ class Call:
     mode: str
     body: dict[str, Any]
     include: frozenset[str] = frozenset()
+    stream: bool = False
+    tenant: str = "default"
+    request_class: str = "standard"
+    decision: dict[str, Any] = field(default_factory=dict)
+    """Why this engine was chosen, for a client that asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request took, counted as the engine handed out each step. Times are milliseconds from the call's arrival.
+
+    `accepted_tokens` are the output tokens that came from drafts. A time is None when it never came to that.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    accepted_tokens: int
+    queued_ms: float | None
+    first_token_ms: float | None
+    last_token_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +73,7 @@ class Reply:
 
     status: int
     body: bytes
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +82,16 @@ class Started:
 
     frames: str
     last: bool
+    usage: Usage | None = None
 
 
 class Frames(NamedTuple):
-    """Server-sent events of one request, ready to be written; `last` closes the stream."""
+    """Server-sent events of one request, ready to be written; `last` closes the stream, and brings the usage."""
 
     key: str
     text: str
     last: bool
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +116,13 @@ class EngineStatus:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
+    step_ms: float | None = None
+    """A decode step, lately."""
+    accepted_per_step: float | None = None
+    """Draft tokens accepted per decode step of one sequence, lately; None where nothing is drafted."""
+    max_running: int | None = None
+    """Sequences decoded at once."""
+    kv_capacity_tokens: int | None = None
     resident_bytes: int | None = None
     peak_memory_bytes: int | None = None
     memory_method: Literal["resident_set", "device_allocator"] | None = None
@@ -105,7 +136,11 @@ class EngineStatus:
 
 
 class ChannelMessage(NamedTuple):
-    """One message of an engine's channel: frames that are ready, and its status when that is news."""
+    """One message of an engine's channel: frames that are ready, and its status when that is news.
+
+    `begun` are the keys of whole replies whose first token is there: their prompts are computed.
+    """
 
     frames: tuple[Frames, ...]
     status: EngineStatus | None
+    begun: tuple[str, ...] = ()

@@ -84,7 +84,7 @@ def one_mode_config(serve_config: Path, mode: str, folder: Path) -> Path:
     except (OSError, yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
         raise StartFailed(f"{serve_config} is no usable Serve config: {error}") from error
     args["modes"] = [mode]
-    args["controller"] = {**args.get("controller", {}), "default_mode": mode}
+    args["live"] = {**args.get("live", {}), "policy": f"static:{mode}"}
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=folder, prefix="serve-", delete=False) as copy:
         yaml.safe_dump(config, copy)
     return Path(copy.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,14 @@ class Incoming:
     """A parsed request. `model` is trimmed, or None when the client named none."""
 
     request_id: str
+    named: bool
+    """The client named its request, so that the name may come again."""
     endpoint: Endpoint
     model: str | None
     stream: bool
     body: dict[str, Any]
     include: frozenset[str]
+    headers: Mapping[str, str]
 
 
 async def read_request(request: Request, endpoint: Endpoint, max_body_bytes: int) -> Incoming:
@@ -49,7 +53,19 @@ async def read_request(request: Request, endpoint: Endpoint, max_body_bytes: int
     if not isinstance(stream := body.get("stream") or False, bool):
         raise invalid("stream must be true or false", "stream")
     _check_prompt(body, endpoint)
-    return Incoming(_request_id(request), endpoint, model and model.strip(), stream, body, _include(request))
+    given = request.headers.get("x-request-id", "")
+    # Fit for a log line and for the ledger, or it is ignored. Serve itself echoes the header.
+    named = bool(_REQUEST_ID.fullmatch(given))
+    return Incoming(
+        request_id=given if named else uuid.uuid4().hex,
+        named=named,
+        endpoint=endpoint,
+        model=model and model.strip(),
+        stream=stream,
+        body=body,
+        include=_include(request),
+        headers=request.headers,
+    )
 
 
 def _check_prompt(body: dict[str, Any], endpoint: Endpoint) -> None:
@@ -81,12 +97,6 @@ async def _read(request: Request, max_body_bytes: int) -> bytes:
 
 def _too_large(max_body_bytes: int) -> ApiError:
     return ApiError(413, f"the body is larger than {max_body_bytes} bytes", code="request_too_large")
-
-
-def _request_id(request: Request) -> str:
-    """The client's `x-request-id` where it is fit for a log line, else a new one. Serve itself echoes the header."""
-    given = request.headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _include(request: Request) -> frozenset[str]:

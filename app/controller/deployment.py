@@ -6,34 +6,90 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 
-from app.config import Settings
+from app.config import ConfigError, Settings, load_live
+from app.controller.accounts import HandleAccounts
+from app.controller.knowledge import Knowledge, read_knowledge
 from app.controller.links import EngineLink
 from app.controller.routes import create_app
 from app.controller.service import Service
+from app.controller.tenants import Keys, Tenants
 from app.controller.tokens import TokenCounter
+from app.energy.client import HandlePort, RecordSender
 from app.engines import store
+from app.telemetry import CONTROLLER_METRICS, RayTelemetry
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 log = logging.getLogger("ray.serve")
+_READ_DEVICE_EVERY_S = 2.0
+_ASK_AGAIN_AFTER_S = 1.0
 
 
 class Controller:
     """Serves the OpenAI API (`serve.ingress()` asks it for the application once it is constructed)."""
 
-    def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engines: Mapping[str, DeploymentHandle],
+        device: DeploymentHandle,
+        meter: DeploymentHandle,
+    ) -> None:
+        self._settings = settings
+        self._device = device
+        self._model = settings.model.reference
         links = [EngineLink(spec, engines[spec.name]) for spec in settings.engine_specs]
-        self._service = Service(settings, links, _token_counter(settings))
+        records = RecordSender(HandlePort(meter))
+        self._accounts = HandleAccounts(meter)
+        self._service = Service(
+            settings,
+            links,
+            _token_counter(settings),
+            Tenants(Keys.load(settings.auth), settings.live.tenants),
+            records,
+            RayTelemetry(CONTROLLER_METRICS),
+            Knowledge(self._model, "", refused=("The hardware is not known yet.",)),
+        )
         loop = asyncio.get_running_loop()
-        self._following = [loop.create_task(link.follow()) for link in links]
+        self._running = [loop.create_task(link.follow()) for link in links]
+        self._running += [loop.create_task(records.run()), loop.create_task(self._watch_device())]
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return create_app(self._service)
+        return create_app(self._service, self._accounts)
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Called by Serve with `user_config`, at the start and whenever it changes; no engine is touched.
+
+        Serve takes a replica down whose `reconfigure` fails, so what is not valid is logged and shown in `/v1/modes`,
+        and the present settings stay.
+        """
+        try:
+            self._service.change(load_live(self._settings.live, user_config))
+        except ConfigError as error:
+            self._service.refuse_settings(str(error))
+
+    async def _watch_device(self) -> None:
+        """Learn what the hardware is, read the files that fit it, then follow the device's memory."""
+        hardware = None
+        while True:
+            try:
+                if hardware is None:
+                    hardware = await self._device.identify.remote()
+                    self._service.change(knowledge=read_knowledge(self._settings.knowledge, self._model, hardware))
+                reading = await self._device.read.remote()
+                self._service.router.device_bytes = (reading.total_bytes, reading.free_bytes)
+                self._service.tell_gauges()
+                await asyncio.sleep(_READ_DEVICE_EVERY_S)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                log.warning("the device cannot be read: %s", error)
+                await asyncio.sleep(_ASK_AGAIN_AFTER_S)
 
 
 def _token_counter(settings: Settings) -> TokenCounter | None:

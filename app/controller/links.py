@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
+from app.controller.in_flight import InFlight
 from app.modes import EngineSpec
 from app.openai_errors import error_frames
-from app.wire import Call, ChannelMessage, EngineState, EngineStatus, Frames, Reply, Started
+from app.wire import Call, ChannelMessage, EngineState, EngineStatus, Frames, Reply, Started, Usage
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 log = logging.getLogger("ray.serve")
 _RECONNECT_AFTER_S = 0.5
+Ended = Callable[[Usage | None, str], None]
+"""Told once when a stream is over: what it took, and `ok`, `failed`, `deadline` or `aborted`."""
 
 
 class EngineLost(RuntimeError):
@@ -30,7 +34,12 @@ class EngineLink:
         self.spec = spec
         self.status: EngineStatus | None = None
         """What the engine said last; None while the channel is down."""
-        self.in_flight = 0
+        self.heard_s = time.monotonic()
+        """When it said something last."""
+        self.epoch = 0
+        """Counts its lives; what it had cached is gone with the last one."""
+        self.in_flight = InFlight()
+        self._broken: set[str] = set()
         self._handle = handle
         self._streams: dict[str, asyncio.Queue[Frames]] = {}
 
@@ -41,6 +50,11 @@ class EngineLink:
     @property
     def ready(self) -> bool:
         return self.status is not None and self.status.state is EngineState.READY
+
+    @property
+    def takes_priorities(self) -> bool:
+        """Whether the engine orders its queue by priority; another refuses a request that has one."""
+        return self.status is not None and self.status.engine_args.get("scheduling_policy") == "priority"
 
     @property
     def state(self) -> str:
@@ -62,8 +76,13 @@ class EngineLink:
             await asyncio.sleep(_RECONNECT_AFTER_S)
 
     def _take(self, message: ChannelMessage) -> None:
+        now_s = self.heard_s = time.monotonic()
         if message.status is not None:
+            if message.status.state is EngineState.READY and not self.ready:
+                self.epoch += 1
             self.status = message.status
+        for key in message.begun:
+            self.in_flight.first_token(key, now_s)
         for frames in message.frames:
             # A stream that was given up meanwhile has no reader.
             if queue := self._streams.get(frames.key):
@@ -72,52 +91,72 @@ class EngineLink:
     def _break(self) -> None:
         self.status = None
         for key, queue in self._streams.items():
+            self._broken.add(key)
             queue.put_nowait(Frames(key, error_frames(f"engine {self.name} was lost", "engine_lost"), True))
 
-    async def start(self, call: Call, stream: bool) -> Reply | Started:
+    async def start(self, call: Call, expected_output_tokens: int = 0, prompt_tokens: int = 0) -> Reply | Started:
         """Begin a request; cancelling aborts it in the engine. Every `Started` must be read with `rest`.
+
+        The token counts are for the account of what is in flight.
 
         Raises:
             EngineLost: the engine is not there, not ready or died; another one may be tried.
         """
-        if stream:
+        if call.stream:
             self._streams[call.key] = asyncio.Queue()
-        self.in_flight += 1
+        self.in_flight.send(call.key, prompt_tokens, expected_output_tokens)
         answer: Reply | Started | None = None
         response = self._handle.start.remote(call)
         try:
             answer = await response
         except asyncio.CancelledError:
             response.cancel()
+            # Ray tells the replica in its own time; a call does so at once.
+            self._handle.abort.remote(call.key)
             raise
         except Exception as error:
             raise EngineLost(_first_line(error)) from error
         finally:
             if not isinstance(answer, Started):
                 self._forget(call.key)
+        if isinstance(answer, Started):
+            self.in_flight.first_token(call.key, time.monotonic())
         return answer
 
-    async def rest(self, call: Call, started: Started) -> AsyncIterator[str]:
-        """The text of a begun stream, from its first frame on; closing it early aborts the request."""
-        ended = started.last
+    async def rest(
+        self, call: Call, started: Started, told: Ended | None = None, deadline_s: float | None = None
+    ) -> AsyncIterator[str]:
+        """The text of a begun stream, from its first frame on; closing it early aborts the request.
+
+        `deadline_s` is of the event loop's clock; past it the stream ends in an error frame.
+        """
+        ended, usage, status = started.last, started.usage, "aborted"
         queue = self._streams[call.key]
         try:
             yield started.frames
             while not ended:
-                _, text, ended = await queue.get()
+                async with asyncio.timeout_at(deadline_s):
+                    _, text, ended, usage = await queue.get()
                 while not queue.empty() and not ended:
-                    _, more, ended = queue.get_nowait()
+                    _, more, ended, usage = queue.get_nowait()
                     text += more
                 if text:
                     yield text
+            status = "failed" if call.key in self._broken or usage is None else "ok"
+        except TimeoutError:
+            status = "deadline"
+            yield error_frames("the deadline of this request has passed", "deadline_exceeded")
         finally:
             self._forget(call.key)
             if not ended:
                 self._handle.abort.remote(call.key)
+            if told is not None:
+                told(usage, status)
 
     def _forget(self, key: str) -> None:
         self._streams.pop(key, None)
-        self.in_flight -= 1
+        self._broken.discard(key)
+        self.in_flight.end(key, time.monotonic())
 
     async def read_status(self) -> EngineStatus | None:
         """The status with memory, asked for now; the last one pushed when the engine does not answer."""
@@ -130,7 +169,9 @@ class EngineLink:
     async def reset_prefix_cache(self) -> bool:
         """True once the engine's cached prefixes are forgotten."""
         with contextlib.suppress(Exception):
-            return bool(await asyncio.wait_for(self._call("reset_prefix_cache"), 30.0))
+            if await asyncio.wait_for(self._call("reset_prefix_cache"), 30.0):
+                self.epoch += 1
+                return True
         return False
 
     async def _call(self, method: str) -> object:

@@ -33,9 +33,14 @@ def model(service: Service, name: str, created_s: int) -> dict[str, Any]:
 async def modes(service: Service) -> dict[str, Any]:
     """All modes with their engine's state, the engines with load and memory, and the modes this platform lacks."""
     platform = service.settings.platform
+    knowledge = service.router.policies.knowledge
     return {
         "object": "list",
-        "data": [_mode(name, choice) for name, choice in service.table.modes.items()],
+        "model": knowledge.model,
+        "hardware": knowledge.hardware,
+        "routing": {**service.router.describe(), "settings_error": service.settings_error},
+        "tenants": service.tenants.counters(),
+        "data": [_mode(service, name, choice) for name, choice in service.table.modes.items()],
         "engines": await asyncio.gather(*(_engine(service, link) for link in service.links)),
         "not_served": [
             {"id": mode.name, "paper_name": mode.paper_name, "reason": mode.unsupported.get(platform, "not configured")}
@@ -56,8 +61,9 @@ def _model(name: str, created_s: int, service: Service) -> dict[str, Any]:
     }
 
 
-def _mode(name: str, choice: Choice) -> dict[str, Any]:
+def _mode(service: Service, name: str, choice: Choice) -> dict[str, Any]:
     mode, link = choice
+    breaker, retry_in_s = service.router.breaker(name)
     return {
         "id": name,
         "object": "mode",
@@ -70,6 +76,8 @@ def _mode(name: str, choice: Choice) -> dict[str, Any]:
         "engine_delta": dict(link.spec.delta),
         "alias_of": mode.alias_of,
         "alias_reason": mode.alias_reason,
+        "breaker": breaker.value,
+        "retry_in_s": retry_in_s,
     }
 
 
@@ -80,5 +88,5 @@ async def _engine(service: Service, link: EngineLink) -> dict[str, Any]:
         "name": link.name,
         "state": status.state if status else link.state,
         "modes": [mode.name for mode in link.spec.modes],
-        "in_flight": link.in_flight,
+        "in_flight": len(link.in_flight),
     }

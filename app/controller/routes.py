@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from app.controller import overview
+from app.controller import accounts, overview
+from app.controller.accounts import Accounts
 from app.controller.body import read_request
 from app.controller.errors import (
     ApiError,
@@ -24,11 +25,21 @@ from app.controller.streaming import ClientGone, EventStream, unless_gone
 from app.wire import Endpoint
 
 _CLIENT_CLOSED_REQUEST = 499
+Answers = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(service: Service) -> Starlette:
+def create_app(service: Service, meter: Accounts) -> Starlette:
     """The application; the service must be running in the same event loop."""
     created_s = int(time.time())
+
+    def guarded(endpoint: Answers) -> Answers:
+        """Lets in whom the API keys let in."""
+
+        async def guard(request: Request) -> Response:
+            service.tenants.who(request.headers.get("authorization", ""), "")
+            return await endpoint(request)
+
+        return guard
 
     async def list_models(_: Request) -> Response:
         return JSONResponse(overview.models(service, created_s))
@@ -50,16 +61,24 @@ def create_app(service: Service) -> Starlette:
     async def reset_prefix_cache(_: Request) -> Response:
         return JSONResponse({"reset": await service.reset_prefix_caches()})
 
+    async def energy(request: Request) -> Response:
+        return JSONResponse(await accounts.totals(meter, request.query_params))
+
+    async def one_request(request: Request) -> Response:
+        return JSONResponse(await accounts.request(meter, request.path_params["name"]))
+
     return Starlette(
         routes=[
             Route("/v1/chat/completions", _generate(service, Endpoint.CHAT), methods=["POST"]),
             Route("/v1/completions", _generate(service, Endpoint.COMPLETION), methods=["POST"]),
-            Route("/v1/models", list_models),
-            Route("/v1/models/{name:path}", one_model),
-            Route("/v1/modes", list_modes),
+            Route("/v1/models", guarded(list_models)),
+            Route("/v1/models/{name:path}", guarded(one_model)),
+            Route("/v1/modes", guarded(list_modes)),
+            Route("/v1/energy", guarded(energy)),
+            Route("/v1/requests/{name}", guarded(one_request)),
             Route("/health", alive),
             Route("/health/ready", ready),
-            Route("/admin/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+            Route("/admin/reset_prefix_cache", guarded(reset_prefix_cache), methods=["POST"]),
         ],
         exception_handlers={
             ApiError: answer_api_error,

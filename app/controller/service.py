@@ -1,29 +1,46 @@
-"""What the controller does with a request, free of Ray: count, choose, call an engine, pass the answer on."""
+"""What the controller does with a request, free of Ray: read, admit, decide, call an engine, pass the answer on."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.config import Settings
+import msgspec
+
+from app.config import LiveSettings, Settings
 from app.controller.body import Incoming
 from app.controller.choice import Choice, ModeTable
-from app.controller.errors import ApiError
+from app.controller.errors import ApiError, invalid
+from app.controller.knowledge import Knowledge
 from app.controller.links import EngineLink, EngineLost
-from app.controller.tokens import Uncountable
-from app.wire import Call, Endpoint, Reply, Started
+from app.controller.plan import Plan, Ticket
+from app.controller.policies import UnknownPolicy
+from app.controller.prompts import PromptReader, Tokenizes
+from app.controller.router import Router
+from app.controller.tenants import Tenants
+from app.controller.wishes import Asked, max_tokens_of, read_asked
+from app.energy.rows import RequestRecord
+from app.routing.admission import retry_after_s
+from app.routing.decision import Decision, Refusal
+from app.telemetry import Telemetry
+from app.wire import Call, Reply, Started, Usage
 
 log = logging.getLogger("ray.serve")
-_COUNT_INLINE_BELOW_CHARACTERS = 20_000
-"""A longer prompt takes several milliseconds to tokenise: in a thread, so that other streams go on."""
+_ENDED = {"engine_lost": "failed", "deadline_exceeded": "deadline"}
+"""How a request ended by the code of its error; `refused` where it was never begun."""
 
 
-class CountsTokens(Protocol):
-    def count(self, endpoint: Endpoint, body: Mapping[str, Any]) -> int: ...
+class TakesRecords(Protocol):
+    """Where records go: `app.energy.client.RecordSender`."""
+
+    dropped_records: int
+
+    def put(self, record: RequestRecord) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +53,53 @@ class Answer:
 
 
 class Service:
-    """Owns the engine links and the in-flight counts; one per controller process."""
+    """Serves requests; one per controller process."""
 
-    def __init__(self, settings: Settings, links: Sequence[EngineLink], counter: CountsTokens | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        links: Sequence[EngineLink],
+        tokenizer: Tokenizes | None,
+        tenants: Tenants,
+        records: TakesRecords,
+        telemetry: Telemetry,
+        knowledge: Knowledge,
+    ) -> None:
+        """
+        Raises:
+            UnknownPolicy: the configuration names a policy that does not exist here.
+        """
         self.settings = settings
         self.links = tuple(links)
-        self.table = ModeTable(
-            settings.model.served_name,
-            self.links,
-            [mode.name for mode in settings.resolved_modes],
-            settings.controller.default_mode,
-        )
-        self._counter = counter
+        self.table = ModeTable(settings.model.served_name, self.links, [mode.name for mode in settings.resolved_modes])
+        self.router = Router(self.links, settings.live, knowledge)
+        self.tenants = tenants
+        self.settings_error: str | None = None
+        """Why the last change of live settings was not taken."""
+        self._prompts = PromptReader(tokenizer, settings.controller.exact_below_chars)
+        self._records = records
+        self._telemetry = telemetry
+        self._engine_of = {name: choice.link.name for name, choice in self.table.modes.items()}
+
+    # Settings ---------------------------------------------------------------------------------------------------
+
+    def change(self, live: LiveSettings | None = None, knowledge: Knowledge | None = None) -> None:
+        """Take other live settings or files. Settings that cannot be taken change nothing, and it is told why."""
+        try:
+            self.router.change(live, knowledge)
+        except UnknownPolicy as error:
+            self.refuse_settings(str(error))
+            return
+        if live is not None:
+            self.tenants.limit(live.tenants, time.monotonic())
+            self.settings_error = None
+
+    def refuse_settings(self, why: str) -> None:
+        """Live settings that are not valid: the present ones stay."""
+        log.error("live settings were not taken: %s", why)
+        self.settings_error = why
+
+    # Requests ---------------------------------------------------------------------------------------------------
 
     async def answer(self, incoming: Incoming) -> Answer:
         """Serve one request.
@@ -55,79 +107,211 @@ class Service:
         Raises:
             ApiError: the request is refused, or no engine could answer.
         """
-        candidates = self.table.candidates(incoming.model)
-        prompt_tokens = await self._count(incoming)
-        self._refuse_overlong(prompt_tokens)
+        headers = incoming.headers
+        tenant = self.tenants.who(headers.get("authorization", ""), headers.get("x-modeswitch-tenant", ""))
+        key = f"{incoming.request_id}.{uuid.uuid4().hex[:8]}" if incoming.named else incoming.request_id
+        ticket = Ticket(key, incoming, tenant, time.monotonic())
+        try:
+            return await self._answer(ticket)
+        except ApiError as error:
+            self._telemetry.count("modeswitch_refusals_total", error.code or "invalid_request")
+            self._close(ticket, _ENDED.get(error.code or "", "refused"), None, error.code)
+            error.headers = {**ticket.headers(), **error.headers}
+            raise
+        except asyncio.CancelledError:
+            self._close(ticket, "aborted", None)
+            raise
+
+    async def _answer(self, ticket: Ticket) -> Answer:
+        incoming = ticket.incoming
+        mode = self.table.named(incoming.model)
+        asked = read_asked(incoming.headers, incoming.body.get("metadata"))
+        if asked.policy is not None and not self.settings.controller.policy_header:
+            asked = Asked(asked.wishes, None, asked.label, asked.deadline_s)
+        ticket.prompt = await self._prompts.read(incoming.endpoint, incoming.body)
+        self._refuse_overlong(ticket)
+        max_tokens = max_tokens_of(incoming.body)
+        expected_tokens = self.router.expected_output_tokens(ticket.prompt, max_tokens, asked.label)
+        ticket.admission = self.tenants.admit(ticket.tenant, ticket.prompt.tokens, expected_tokens, ticket.arrived_s)
+        deadline_s = self._deadline_s(asked)
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                return await self._dispatch(ticket, mode, asked, max_tokens, deadline_s)
+        except TimeoutError:
+            raise ApiError(504, "the deadline of this request has passed", code="deadline_exceeded") from None
+
+    async def _dispatch(
+        self, ticket: Ticket, mode: str | None, asked: Asked, max_tokens: int | None, deadline_s: float | None
+    ) -> Answer:
+        """Decide and send; when the engine is lost before its first token, decide again without it."""
+        assert ticket.prompt is not None
         lost: EngineLost | None = None
-        for choice in candidates:
-            call = self._call(incoming, choice)
+        while True:
+            plan = ticket.plan = self._plan(ticket, mode, asked, max_tokens)
+            if not isinstance(plan.outcome, Decision):
+                raise self._refusal(plan.outcome, plan, mode, lost)
+            choice = self.table.modes[plan.outcome.mode]
+            self._sent(ticket, plan, plan.outcome)
+            call = self._call(ticket, plan, choice)
             try:
-                answer = await choice.link.start(call, incoming.stream)
+                answer = await choice.link.start(call, plan.features.expected_output_tokens, ticket.prompt.tokens)
             except EngineLost as error:
-                log.warning("request %s: engine %s: %s", incoming.request_id, choice.link.name, error)
+                log.warning("request %s: engine %s: %s", ticket.key, choice.link.name, error)
+                self.router.failed(choice.mode.name)
+                self._telemetry.count("modeswitch_reroutes_total", choice.link.name)
+                ticket.lost_engines.append(choice.link.name)
                 lost = error
                 continue
-            headers = _headers(incoming, choice, prompt_tokens)
+            headers = ticket.headers()
             if isinstance(answer, Started):
-                return Answer(headers, frames=choice.link.rest(call, answer))
+                return Answer(
+                    headers,
+                    frames=choice.link.rest(
+                        call, answer, lambda usage, status: self._close(ticket, status, usage), deadline_s
+                    ),
+                )
+            status = "ok" if answer.status < 400 else "failed" if answer.status >= 500 else "refused"
+            self._close(ticket, status, answer.usage)
             return Answer(headers, reply=answer)
-        raise ApiError(503, f"the engine was lost: {lost}", code="engine_lost", headers={"retry-after": "5"})
 
-    async def reset_prefix_caches(self) -> dict[str, bool]:
-        """Per engine, whether its cached prefixes are forgotten."""
-        links = [link for link in self.links if link.ready]
-        return await _by_name(links, [link.reset_prefix_cache() for link in links])
-
-    async def _count(self, incoming: Incoming) -> int | None:
-        """Prompt tokens, or None where only the engine can tell."""
-        if self._counter is None:
-            return None
+    def _plan(self, ticket: Ticket, mode: str | None, asked: Asked, max_tokens: int | None) -> Plan:
+        assert ticket.prompt is not None
+        wishes = asked.wishes
+        if ticket.lost_engines:
+            wishes = msgspec.structs.replace(wishes, excluded_engines=tuple(ticket.lost_engines))
+        decide, prompt = self.router.decide, ticket.prompt
         try:
-            if _characters(incoming.body) < _COUNT_INLINE_BELOW_CHARACTERS:
-                return self._counter.count(incoming.endpoint, incoming.body)
-            return await asyncio.to_thread(self._counter.count, incoming.endpoint, incoming.body)
-        except Uncountable:
-            return None
+            plan = decide(
+                prompt, mode=mode, policy=asked.policy, max_tokens=max_tokens, label=asked.label, wishes=wishes
+            )
+            if ticket.lost_engines and mode is None and isinstance(plan.outcome, Refusal):
+                # Whatever the policy says of it: better the reference than no answer, and any other if that was lost.
+                reference = self.router.live.routing.reference_mode
+                lost = self._engine_of.get(reference) in (None, *ticket.lost_engines)
+                last = "rules" if lost else f"static:{reference}"
+                plan = decide(prompt, policy=last, max_tokens=max_tokens, label=asked.label, wishes=wishes)
+        except UnknownPolicy as error:
+            raise invalid(str(error), "metadata.policy", "unknown_policy") from None
+        self._telemetry.observe("modeswitch_decision_us", plan.took_us, plan.policy)
+        return plan
 
-    def _refuse_overlong(self, prompt_tokens: int | None) -> None:
-        limit = self.settings.model.max_model_len
-        if prompt_tokens is not None and prompt_tokens >= limit:
+    def _sent(self, ticket: Ticket, plan: Plan, decision: Decision) -> None:
+        assert ticket.prompt is not None
+        ticket.dispatched_s = time.monotonic()
+        ticket.in_flight_then = 1 + sum(len(link.in_flight) for link in self.links)
+        self.router.sent(ticket.prompt, decision)
+        why = "named" if plan.named else "explored" if decision.explored else decision.rule or "lowest_cost"
+        self._telemetry.count(
+            "modeswitch_decisions_total", decision.mode, decision.request_class.value, plan.policy, why
+        )
+        log.info("request %s: %s", ticket.key, decision.reason)
+
+    def _call(self, ticket: Ticket, plan: Plan, choice: Choice) -> Call:
+        incoming, link = ticket.incoming, choice.link
+        body: dict[str, Any] = {
+            **incoming.body,
+            "model": self.table.served_name,
+            "request_id": incoming.request_id,
+        }
+        if link.spec.prefix_caching and not choice.mode.prefix_reuse:
+            # The engine caches prefixes for another mode it carries; a salt of its own keeps this request from reuse.
+            body["cache_salt"] = uuid.uuid4().hex
+        body.pop("priority", None)
+        if ticket.admission is not None and link.takes_priorities:
+            # Tenants' shares decide it, or a client could step in front of all others.
+            body["priority"] = ticket.admission.priority
+        return Call(
+            key=ticket.key,
+            request_id=incoming.request_id,
+            endpoint=incoming.endpoint,
+            mode=choice.mode.name,
+            body=body,
+            include=incoming.include,
+            stream=incoming.stream,
+            tenant=ticket.tenant,
+            request_class=plan.features.request_class.value,
+            decision=plan.describe() if "decision" in incoming.include else {},
+        )
+
+    def _close(self, ticket: Ticket, status: str, usage: Usage | None, code: str | None = None) -> None:
+        """The request is over: settle what was reserved, learn, measure, record."""
+        prompt, plan = ticket.prompt, ticket.plan
+        output_tokens = usage.output_tokens if usage else 0
+        if ticket.admission is not None and prompt is not None:
+            self.tenants.settle(ticket.admission, prompt.tokens, output_tokens, time.monotonic())
+        decision = plan.outcome if plan is not None and isinstance(plan.outcome, Decision) else None
+        if decision is not None and ticket.dispatched_s is not None:
+            if usage is not None and prompt is not None and usage.prompt_tokens:
+                self._prompts.counted(prompt, usage.prompt_tokens)
+            ratio = None
+            if status == "ok":
+                ratio = self.router.succeeded(ticket, usage)
+            elif status == "failed":
+                self.router.failed(decision.mode)
+            self._measure(ticket, decision, status, usage, ratio)
+        self._records.put(ticket.record(status, usage, code))
+
+    def _measure(
+        self, ticket: Ticket, decision: Decision, status: str, usage: Usage | None, ratio: float | None
+    ) -> None:
+        observe, mode = self._telemetry.observe, decision.mode
+        self._telemetry.count("modeswitch_requests_total", mode, status)
+        if usage is None or status != "ok":
+            return
+        assert ticket.dispatched_s is not None
+        observe("modeswitch_request_ms", (time.monotonic() - ticket.arrived_s) * 1e3, mode)
+        observe("modeswitch_prompt_tokens", float(usage.prompt_tokens), mode)
+        observe("modeswitch_output_tokens", float(usage.output_tokens), mode)
+        if usage.queued_ms is not None:
+            observe("modeswitch_queue_ms", usage.queued_ms, mode)
+        if usage.first_token_ms is not None and usage.last_token_ms is not None:
+            before_ms = (ticket.dispatched_s - ticket.arrived_s) * 1e3
+            observe("modeswitch_first_token_ms", before_ms + usage.first_token_ms, mode)
+            if usage.output_tokens > 1:
+                token_ms = (usage.last_token_ms - usage.first_token_ms) / (usage.output_tokens - 1)
+                observe("modeswitch_token_ms", token_ms, mode)
+        if ratio is not None:
+            observe("modeswitch_predicted_ratio", ratio, mode)
+
+    def _refuse_overlong(self, ticket: Ticket) -> None:
+        prompt, limit = ticket.prompt, self.settings.model.max_model_len
+        # An estimate refuses nothing: the engine counts.
+        if prompt is not None and prompt.exact and prompt.tokens >= limit:
             raise ApiError(
                 400,
-                f"this model's maximum context length is {limit} tokens, and the prompt has {prompt_tokens}",
+                f"this model's maximum context length is {limit} tokens, and the prompt has {prompt.tokens}",
                 code="context_length_exceeded",
                 param="messages",
             )
 
-    def _call(self, incoming: Incoming, choice: Choice) -> Call:
-        body = {**incoming.body, "model": self.table.served_name, "request_id": incoming.request_id}
-        if choice.link.spec.prefix_caching and not choice.mode.prefix_reuse:
-            # The engine caches prefixes for another mode it carries; a salt of its own keeps this request from reuse.
-            body["cache_salt"] = uuid.uuid4().hex
-        return Call(uuid.uuid4().hex, incoming.request_id, incoming.endpoint, choice.mode.name, body, incoming.include)
+    def _deadline_s(self, asked: Asked) -> float | None:
+        limits = [limit for limit in (asked.deadline_s, self.router.live.deadline_s) if limit is not None]
+        return asyncio.get_running_loop().time() + min(limits) if limits else None
 
+    def _refusal(self, refusal: Refusal, plan: Plan, mode: str | None, lost: EngineLost | None) -> ApiError:
+        wait_s = retry_after_s(refusal, self._engine_of, plan.snapshot)
+        if lost is not None:
+            return ApiError(503, f"the engine was lost: {lost}", code="engine_lost", headers={"retry-after": "5"})
+        message = f"{refusal.reason} {self.table.states(mode)}."
+        if wait_s is None:
+            # Waiting changes nothing; asking otherwise would.
+            return ApiError(400, message, code=refusal.code.value)
+        return ApiError(503, message, code=refusal.code.value, headers={"retry-after": str(wait_s)})
 
-def _headers(incoming: Incoming, choice: Choice, prompt_tokens: int | None) -> dict[str, str]:
-    headers = {
-        "x-modeswitch-mode": choice.mode.name,
-        "x-modeswitch-engine": choice.link.name,
-    }
-    if prompt_tokens is not None:
-        headers["x-modeswitch-prompt-tokens"] = str(prompt_tokens)
-    return headers
+    # Other calls ------------------------------------------------------------------------------------------------
 
+    async def reset_prefix_caches(self) -> dict[str, bool]:
+        """Per engine, whether its cached prefixes are forgotten."""
+        links = [link for link in self.links if link.ready]
+        done = await asyncio.gather(*(link.reset_prefix_cache() for link in links))
+        self.router.forget_prefixes()
+        return dict(zip([link.name for link in links], done, strict=True))
 
-def _characters(value: Any) -> int:
-    """Characters of text in a JSON value."""
-    match value:
-        case str():
-            return len(value)
-        case dict():
-            return sum(_characters(item) for item in value.values())
-        case list():
-            return sum(_characters(item) for item in value)
-    return 1
-
-
-async def _by_name(links: Sequence[EngineLink], results: Sequence[Awaitable[bool]]) -> dict[str, bool]:
-    return dict(zip([link.name for link in links], await asyncio.gather(*results), strict=True))
+    def tell_gauges(self) -> None:
+        """Figures that are states and not events; called every few seconds."""
+        for link in self.links:
+            self._telemetry.set("modeswitch_in_flight", float(len(link.in_flight)), link.name)
+        for mode in self.table.modes:
+            opened = self.router.breaker(mode)[0].value != "closed"
+            self._telemetry.set("modeswitch_breaker_open", float(opened), mode)
+        self._telemetry.set("modeswitch_records_dropped", float(self._records.dropped_records))

@@ -58,7 +58,11 @@ class TokenCounter:
         """
         if endpoint is Endpoint.COMPLETION:
             return self._count_prompt(body.get("prompt"), bool(body.get("add_special_tokens", True)))
-        return len(self.encode(self.render(body), bool(body.get("add_special_tokens", False))))
+        return self.count_text(self.render(body), body)
+
+    def count_text(self, text: str, body: Mapping[str, Any]) -> int:
+        """Tokens of a rendered chat."""
+        return len(self.encode(text, bool(body.get("add_special_tokens", False))))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""

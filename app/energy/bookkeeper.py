@@ -97,7 +97,9 @@ class Bookkeeper:
             UnknownRequest
             sqlite3.Error: the ledger cannot be read now.
         """
-        record = queries.request_row(self._ledger().connection, request_id)
+        connection = self._ledger().connection
+        request_id = queries.newest_named(connection, request_id) or request_id
+        record = queries.request_row(connection, request_id)
         energy = self.energy(request_id, settled_s, measuring, recorded=record is not None)
         if energy is None:
             raise queries.UnknownRequest(f"no request {request_id!r} in the ledger")

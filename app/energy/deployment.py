@@ -15,12 +15,12 @@ from ray import serve
 from app.energy.activity import Ack, ActivityBatch
 from app.energy.meter import Meter
 from app.energy.meter_thread import MeterStopped, MeterThread
-from app.energy.metrics import RayMetrics
+from app.energy.metrics import EnergyMetrics
 from app.energy.queries import Totals, UnknownRequest
 from app.energy.request_energy import UNMEASURED, RequestEnergy
 from app.energy.rows import RequestRecord
-from app.energy.samplers.choose import choose_meters
 from app.energy.settings import EnergySettings
+from app.telemetry import ENERGY_METRICS, RayTelemetry
 
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -51,13 +51,16 @@ class EnergyMeter:
 
     def __init__(self, settings: EnergySettings, ledger_path: Path) -> None:
         self._settings, self._ledger_path = settings, ledger_path
-        self._metrics: RayMetrics | None = None
+        self._metrics: EnergyMetrics | None = None
         self._tell_at_s = 0.0
         self._thread = MeterThread(self._open, self._tell)
         self._thread.start()
 
     def _open(self) -> Meter:
-        metrics = self._metrics = RayMetrics()
+        # Here, because whoever wires the application together needs no sampler's library.
+        from app.energy.samplers.choose import choose_meters
+
+        metrics = self._metrics = EnergyMetrics(RayTelemetry(ENERGY_METRICS))
         meters = choose_meters(self._settings)
         for why in meters.passed_over:
             log.info("energy is not measured by %s", why)

@@ -141,6 +141,8 @@ class Ledger:
             return
         with self._transaction():
             self._insert("requests", tuple(rows[0]), [tuple(row.values()) for row in rows], "OR IGNORE")
+            contexts = {record.context for record in records if record.context}
+            self._insert("contexts", ("context", "content"), list(contexts), "OR IGNORE")
 
     def _insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[object]], verb: str = "") -> None:
         if rows:

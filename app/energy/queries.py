@@ -125,6 +125,17 @@ def _shares(connection: sqlite3.Connection, group: str, where: str, bounds: tupl
     )
 
 
+def newest_named(connection: sqlite3.Connection, name: str) -> str | None:
+    """The ledger's id of the latest request that a client called `name` (see `RequestRecord.request_id`)."""
+    # From "name." up to, not including, "name/": '/' is the character after '.'.
+    found = connection.execute(
+        "SELECT request_id FROM requests WHERE request_id = ? OR (request_id >= ? AND request_id < ?) "
+        "ORDER BY recorded_s DESC LIMIT 1",
+        (name, f"{name}.", f"{name}/"),
+    ).fetchone()
+    return found[0] if found else None
+
+
 def request_row(connection: sqlite3.Connection, request_id: str) -> dict[str, Any] | None:
     """The controller's record of a request, its JSON decoded; None where there is none."""
     cursor = connection.execute("SELECT * FROM requests WHERE request_id = ?", (request_id,))

@@ -17,9 +17,18 @@ class RowRefused(ValueError):
     """A record that must not be kept; the message says which part."""
 
 
+class Context(NamedTuple):
+    """What many decisions have in common (settings, modes, profile), written once. `content` is JSON."""
+
+    name: str
+    content: str
+
+
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """What the controller knows of a request once it is over. `request_id` is unique; a second row of it is ignored.
+
+    Where the client named its request the id is that name, a dot and something unique; it is found by the name, too.
 
     The four mappings are JSON; they may hold counts, hashes and names, never what a user wrote.
     """
@@ -37,6 +46,7 @@ class RequestRecord:
     snapshot: Mapping[str, Any] = field(default_factory=dict)
     decision: Mapping[str, Any] = field(default_factory=dict)
     outcome: Mapping[str, Any] = field(default_factory=dict)
+    context: Context | None = None
 
     def columns(self) -> dict[str, Any]:
         """Column values of the table `requests`.
@@ -52,6 +62,7 @@ class RequestRecord:
             "tenant": self.tenant,
             "class": self.request_class,
             "status": self.status,
+            "context": self.context.name if self.context else None,
         }
         for name in _JSON_COLUMNS:
             value = getattr(self, name)

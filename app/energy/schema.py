@@ -75,7 +75,13 @@ CREATE TABLE requests (
     features TEXT NOT NULL,
     snapshot TEXT NOT NULL,
     decision TEXT NOT NULL,
-    outcome TEXT NOT NULL
+    outcome TEXT NOT NULL,
+    context TEXT
+) STRICT;
+CREATE TABLE contexts (
+    context TEXT PRIMARY KEY,
+    generation INTEGER NOT NULL,
+    content TEXT NOT NULL
 ) STRICT;
 CREATE INDEX requests_by_time ON requests (recorded_s);
 CREATE TABLE calibrations (

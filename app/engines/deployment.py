@@ -11,12 +11,17 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.config import Settings
-from app.device import Holder, leased
+from app.device import Holder, leased, visible_gpu_uuid
+from app.energy.activity import ActivityRecorder
+from app.energy.client import ActivitySender, HandlePort
 from app.engines import health
+from app.engines.activity import Activity
 from app.engines.environment import UNSET, engine_environment
+from app.engines.extras import extra_object
 from app.engines.outbox import Outbox, Stream
 from app.engines.processes import MARKER, EngineProcesses, kill_marked, start_reaper
 from app.engines.starting import model_path, output_to, root_cause, vllm_args
@@ -31,6 +36,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("ray.serve")
 _STATUS_EVERY_S = 0.5
 _HEARTBEAT_EVERY_S = 5.0
+_TELL_BUSY_EVERY_S = 0.2
+_WAIT_FOR_ENERGY_S = 1.0
+"""How long an answer waits for the last of its joules, when a client asks for them; then they are `partial`."""
 
 
 class EngineUnavailable(RuntimeError):
@@ -44,20 +52,28 @@ class Engine:
     alive in the state `failed`, with the root cause, and is tried again after a pause.
     """
 
-    def __init__(self, spec: EngineSpec, settings: Settings, device: DeploymentHandle) -> None:
+    def __init__(self, spec: EngineSpec, settings: Settings, device: DeploymentHandle, meter: DeploymentHandle) -> None:
         self._spec = spec
         self._settings = settings
         self._device = device
+        self._meter = meter
+        self._recorder = ActivityRecorder(spec.name, process_id=os.getpid())
+        self._recorder.resident = False
+        self._activity = Activity(self._recorder, lambda key: self._note_first_token(key))
+        self._activity_sender = ActivitySender(self._recorder, HandlePort(meter))
         self._log_path = settings.home / "logs" / f"{spec.name}.log"
         self._status = EngineStatus(spec.name, EngineState.QUEUED, os.getpid())
         self._outbox = Outbox()
         self._streams: dict[str, asyncio.Task[None]] = {}
+        self._replies: dict[str, asyncio.Task[Any]] = {}
         self._reaper: object = None
         self._llm: LLM | None = None
         self._processes: EngineProcesses | None = None
         self._progress: health.Progress | None = None
         # Serve constructs inside the replica's event loop.
-        self._life = asyncio.get_running_loop().create_task(self._live())
+        loop = asyncio.get_running_loop()
+        self._life = loop.create_task(self._live())
+        self._reporting = loop.create_task(self._activity_sender.run())
 
     # Life -------------------------------------------------------------------------------------------------------
 
@@ -77,7 +93,8 @@ class Engine:
             async with leased(self._device, Holder.here(self._spec.name)):
                 self._set(state=EngineState.STARTING, reason=None)
                 begun_s = time.monotonic()
-                await self._load(marker)
+                async with self._busy_with_itself():
+                    await self._load(marker)
             self._set(state=EngineState.READY, started_in_s=round(time.monotonic() - begun_s, 1))
             log.info("engine %s is ready after %.1f s", self._spec.name, self._status.started_in_s)
             return True
@@ -87,6 +104,22 @@ class Engine:
             self._set(state=EngineState.FAILED, reason=reason)
             log.error("engine %s did not start: %s", self._spec.name, reason)
             return False
+
+    @contextlib.asynccontextmanager
+    async def _busy_with_itself(self) -> AsyncIterator[None]:
+        """Tell the meter that what is used meanwhile is the engine's own, no request's."""
+
+        async def tell() -> None:
+            since_s = time.monotonic()
+            while True:
+                await asyncio.sleep(_TELL_BUSY_EVERY_S)
+                self._recorder.step(since_s, since_s := time.monotonic())
+
+        telling = asyncio.create_task(tell())
+        try:
+            yield
+        finally:
+            telling.cancel()
 
     async def _load(self, marker: str) -> None:
         path = await asyncio.to_thread(model_path, self._spec, self._settings)
@@ -103,13 +136,22 @@ class Engine:
             try:
                 # In a thread: importing and loading take half a minute, and Serve wants an answer meanwhile.
                 llm: LLM = await asyncio.to_thread(_load_llm, self._spec.name, args)
-                await llm.connect(self._settings.model.frontend)
+                await llm.connect(self._settings.model.frontend, self._activity)
                 effective = await llm.effective()
             except Exception as error:
                 raise EngineUnavailable(root_cause(error, self._log_path, since_byte)) from error
         self._llm = llm
         self._processes = EngineProcesses(marker)
-        self._set(process_ids=self._processes.ids, effective=effective)
+        self._set(
+            process_ids=self._processes.ids,
+            effective=effective,
+            max_running=effective["max_num_seqs"],
+            kv_capacity_tokens=effective["kv_cache_tokens"] or None,
+        )
+        self._recorder.resident = True
+        self._recorder.resident_bytes = (await asyncio.to_thread(self._processes.memory_bytes))[0]
+        if self._settings.platform == "cuda":
+            self._recorder.devices = (visible_gpu_uuid(),)
 
     def _set(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)
@@ -143,6 +185,8 @@ class Engine:
             "draft_tokens": counters.draft_tokens,
             "accepted_tokens": counters.accepted_tokens,
             "preemptions": counters.preemptions,
+            "step_ms": counters.step_ms,
+            "accepted_per_step": self._activity.accepted_per_step if counters.draft_tokens else None,
         }
 
     # Requests ---------------------------------------------------------------------------------------------------
@@ -155,15 +199,38 @@ class Engine:
         """
         if self._llm is None:
             raise EngineUnavailable(f"engine {self._spec.name} is {self._status.state}")
+        self._activity.begin(call)
+        if task := asyncio.current_task():
+            self._replies[call.key] = task
+        answer: Reply | AsyncGenerator[str, None] | None = None
         try:
-            answer = await self._llm.respond(call)
+            answer = await self._llm.respond(
+                call, partial(self._extra, call, time.monotonic()) if call.include else None
+            )
         except Exception as error:
             if self._llm.dead:
                 raise EngineUnavailable(f"engine {self._spec.name} died") from error
             raise
+        finally:
+            self._replies.pop(call.key, None)
+            usage = self._activity.end(call.key) if answer is None or isinstance(answer, Reply) else None
         if isinstance(answer, Reply):
-            return answer
+            return replace(answer, usage=usage)
         return await self._begin_stream(call.key, answer)
+
+    def _note_first_token(self, key: str) -> None:
+        if key in self._replies:
+            self._outbox.note_begun(key)
+
+    async def _extra(self, call: Call, begun_s: float) -> dict[str, Any]:
+        """The `modeswitch` object of an answer that is complete but for it."""
+        usage = self._activity.finish(call.key)
+        energy = None
+        if "energy" in call.include:
+            with contextlib.suppress(Exception):
+                await self._activity_sender.flush()
+                energy = (await self._meter.energy.remote(call.key, _WAIT_FOR_ENERGY_S)).as_json()
+        return extra_object(call, self._spec.name, begun_s, usage, energy)
 
     async def _begin_stream(self, key: str, frames: AsyncGenerator[str, None]) -> Started:
         stream = Stream(key)
@@ -183,9 +250,11 @@ class Engine:
         try:
             async for frame in frames:
                 self._outbox.put(stream, frame)
+            stream.usage = self._activity.end(stream.key)
             self._outbox.put(stream, "", last=True)
         except Exception as error:
             log.exception("engine %s: a stream failed", self._spec.name)
+            stream.usage = self._activity.end(stream.key)
             self._outbox.fail(stream, str(error) or type(error).__name__)
         except asyncio.CancelledError:
             # Who aborts a begun stream reads it no more; `start` still waits for one that has not.
@@ -194,10 +263,11 @@ class Engine:
             raise
         finally:
             await frames.aclose()
+            self._activity.end(stream.key)
             self._streams.pop(stream.key, None)
 
     def _abort(self, key: str) -> None:
-        if task := self._streams.pop(key, None):
+        if task := self._streams.pop(key, None) or self._replies.pop(key, None):
             task.cancel()
         self._outbox.drop(key)
 
@@ -206,7 +276,7 @@ class Engine:
             self._abort(key)
 
     async def abort(self, key: str) -> None:
-        """Stop a stream that nobody reads any more; without effect when it has ended."""
+        """Stop a request that nobody waits for any more; without effect when it has ended."""
         self._abort(key)
 
     async def channel(self) -> AsyncIterator[ChannelMessage]:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +27,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from app.engines.extras import extra_chunk, extra_object
+from app.engines.activity import Activity
+from app.engines.extras import extra_chunk
 from app.openai_errors import envelope
 from app.wire import Call, Endpoint, Reply
 
 _DONE = "data: [DONE]\n\n"
+_NEWEST_STEP = 0.1
+"""Weight of the newest decode step in the mean step time."""
+Extra = Callable[[], Awaitable[dict[str, Any]]]
 
 
 @dataclass(slots=True)
@@ -49,6 +53,7 @@ class Counters:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
+    step_ms: float | None = None
     stepped: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -57,7 +62,7 @@ def _counting(counters: Counters) -> type[StatLoggerBase]:
 
     class CountSteps(StatLoggerBase):  # type: ignore[misc]
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            pass
+            self._last_s: float | None = None
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0):  # type: ignore[no-untyped-def]
             counters.steps += 1
@@ -75,7 +80,18 @@ def _counting(counters: Counters) -> type[StatLoggerBase]:
                 counters.prompt_tokens += iteration_stats.num_prompt_tokens
                 counters.generation_tokens += iteration_stats.num_generation_tokens
                 counters.preemptions += iteration_stats.num_preempted_reqs
+            self._time_step(iteration_stats)
             counters.stepped.set()
+
+        def _time_step(self, iteration_stats: Any) -> None:
+            """Decode steps only: a prompt's step says nothing of the next token."""
+            now_s = time.monotonic()
+            decoded = iteration_stats is not None and iteration_stats.num_generation_tokens
+            if self._last_s is not None and decoded and not iteration_stats.num_prompt_tokens:
+                step_ms = (now_s - self._last_s) * 1e3
+                known_ms = counters.step_ms
+                counters.step_ms = step_ms if known_ms is None else known_ms + _NEWEST_STEP * (step_ms - known_ms)
+            self._last_s = now_s if counters.running else None
 
         def log_engine_initialized(self) -> None:
             pass
@@ -89,7 +105,7 @@ class LLM:
     def __init__(self, engine: AsyncLLM, args: AsyncEngineArgs, name: str, counters: Counters) -> None:
         self._engine = engine
         self._args = args
-        self._name = name
+        self.name = name
         self._state = State()
         self.counters = counters
 
@@ -105,8 +121,9 @@ class LLM:
         engine = AsyncLLM.from_engine_args(args, stat_loggers=[_counting(counters)])
         return cls(engine, args, name, counters)
 
-    async def connect(self, frontend: dict[str, Any]) -> None:
+    async def connect(self, frontend: dict[str, Any], activity: Activity) -> None:
         """Set up vLLM's OpenAI classes. `frontend` are fields of vLLM's `FrontendArgs`."""
+        activity.watch(self._engine.output_processor)
         namespace = Namespace(**{**vars(FrontendArgs()), **vars(self._args), **frontend})
         tasks = await self._engine.get_supported_tasks()
         await init_app_state(self._engine, self._state, namespace, supported_tasks=tasks)
@@ -119,8 +136,10 @@ class LLM:
     def dead(self) -> bool:
         return bool(self._engine.errored)
 
-    async def respond(self, call: Call) -> Reply | AsyncGenerator[str, None]:
+    async def respond(self, call: Call, extra: Extra | None = None) -> Reply | AsyncGenerator[str, None]:
         """Answer a request: a whole reply, or a generator of server-sent events that ends with `[DONE]`.
+
+        `extra` makes the `modeswitch` object, once everything else of the answer is there.
 
         Closing the generator, or cancelling this call, aborts the request in the engine. Every fault of the request
         is a `Reply` in OpenAI's error envelope.
@@ -128,7 +147,6 @@ class LLM:
         Raises:
             EngineDeadError: the engine died; another one may still answer.
         """
-        begun_s = time.monotonic()
         try:
             match call.endpoint:
                 case Endpoint.CHAT:
@@ -155,10 +173,10 @@ class LLM:
                 raise EngineDeadError(fault.message)
             return error_reply(fault.code, fault.message, fault.param)
         if isinstance(answer, AsyncGenerator):
-            return _with_extras(answer, call, self._name, begun_s) if call.include else answer
-        if call.include:
+            return _with_extra(answer, call, extra) if extra else answer
+        if extra:
             body = answer.model_dump()
-            body["modeswitch"] = extra_object(call, self._name, begun_s)
+            body["modeswitch"] = await extra()
             return Reply(200, json.dumps(body).encode())
         return Reply(200, answer.model_dump_json().encode())
 
@@ -207,16 +225,12 @@ def _invalid(error: ValidationError) -> Reply:
     return error_reply(400, message, param=place or None)
 
 
-async def _with_extras(
-    frames: AsyncGenerator[str, None], call: Call, engine: str, begun_s: float
-) -> AsyncGenerator[str, None]:
+async def _with_extra(frames: AsyncGenerator[str, None], call: Call, extra: Extra) -> AsyncGenerator[str, None]:
     """The same frames, with one more before `[DONE]`."""
-    first_s: float | None = None
     try:
         async for frame in frames:
-            first_s = first_s or time.monotonic()
             if frame == _DONE:
-                yield extra_chunk(call, engine, begun_s, first_s)
+                yield extra_chunk(call, await extra())
             yield frame
     finally:
         await frames.aclose()

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from app.openai_errors import error_frames
-from app.wire import ChannelMessage, EngineStatus, Frames, Started
+from app.wire import ChannelMessage, EngineStatus, Frames, Started, Usage
 
 
 class Stream:
     """One streamed answer, from the first frame to the last. Owned by the event loop it runs in."""
 
-    __slots__ = ("begun", "ended", "failed", "key", "parts", "ready")
+    __slots__ = ("begun", "ended", "failed", "key", "parts", "ready", "usage")
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -23,6 +23,8 @@ class Stream:
         self.ended = False
         self.failed: str | None = None
         """Why it broke before it had begun; then nothing of it was sent."""
+        self.usage: Usage | None = None
+        """Set before the last frame is put."""
 
 
 class Outbox:
@@ -30,7 +32,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self._pending: dict[str, list[str]] = {}
-        self._last: set[str] = set()
+        self._last: dict[str, Usage | None] = {}
+        self._begun: list[str] = []
         self._status: EngineStatus | None = None
         self._news = asyncio.Event()
         self._closed = False
@@ -44,7 +47,7 @@ class Outbox:
             return
         self._pending.setdefault(stream.key, []).append(text)
         if last:
-            self._last.add(stream.key)
+            self._last[stream.key] = stream.usage
         self._news.set()
 
     def fail(self, stream: Stream, why: str) -> None:
@@ -58,9 +61,14 @@ class Outbox:
     def begin(self, stream: Stream) -> Started:
         """The frames so far, for `start` to answer with; later ones go to the channel."""
         stream.begun = True
-        started = Started("".join(stream.parts), stream.ended)
+        started = Started("".join(stream.parts), stream.ended, stream.usage)
         stream.parts.clear()
         return started
+
+    def note_begun(self, key: str) -> None:
+        """The first token of a whole reply is there."""
+        self._begun.append(key)
+        self._news.set()
 
     def announce(self, status: EngineStatus) -> None:
         """Send this status with the next message; a newer one replaces it."""
@@ -70,7 +78,7 @@ class Outbox:
     def drop(self, key: str) -> None:
         """Forget what was not sent of an aborted stream."""
         self._pending.pop(key, None)
-        self._last.discard(key)
+        self._last.pop(key, None)
 
     def close(self) -> None:
         """End `messages`; another outbox takes over."""
@@ -86,8 +94,9 @@ class Outbox:
             # All requests of one engine step become ready in the same turn of the loop: let them all get here first.
             await asyncio.sleep(0)
             self._news.clear()
-            pending, last, status = self._pending, self._last, self._status
-            self._pending, self._last, self._status = {}, set(), None
-            frames = tuple(Frames(key, "".join(texts), key in last) for key, texts in pending.items())
-            if frames or status:
-                yield ChannelMessage(frames, status)
+            pending, last, status, begun = self._pending, self._last, self._status, tuple(self._begun)
+            self._pending, self._last, self._status = {}, {}, None
+            self._begun.clear()
+            frames = tuple(Frames(key, "".join(texts), key in last, last.get(key)) for key, texts in pending.items())
+            if frames or status or begun:
+                yield ChannelMessage(frames, status, begun)

@@ -39,6 +39,8 @@ def vllm_args(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
         "max_model_len": settings.model.max_model_len,
         "worker_extension_cls": "app.engines.worker_report.WorkerReport",
         "enable_log_requests": False,
+        # Equal priorities are first come, first served; a tenant that used more than its share waits for the others.
+        "scheduling_policy": "priority",
     }
     if engine.kv_cache_memory_bytes is not None:
         args["kv_cache_memory_bytes"] = engine.kv_cache_memory_bytes

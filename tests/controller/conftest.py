@@ -7,9 +7,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from app.config import load_settings
+from app.controller.body import Incoming
+from app.controller.knowledge import Knowledge
 from app.controller.links import EngineLink
 from app.controller.service import Service
-from app.wire import ChannelMessage, EngineState, EngineStatus, Frames, Reply, Started
+from app.controller.tenants import Keys, Tenants
+from app.energy.queries import TimeRange
+from app.telemetry import NoTelemetry
+from app.wire import ChannelMessage, Endpoint, EngineState, EngineStatus, Frames, Reply, Started, Usage
 
 
 @dataclass
@@ -34,6 +39,9 @@ class PlayedEngine:
     def say(self, *frames, state=None):
         status = state and EngineStatus(self.name, state, pid=1)
         self.outbox.put_nowait(ChannelMessage(frames, status))
+
+    def say_begun(self, *keys):
+        self.outbox.put_nowait(ChannelMessage((), None, keys))
 
     def break_channel(self):
         self.outbox.put_nowait(ConnectionError("replica died"))
@@ -94,6 +102,48 @@ class CountsWords:
     def count(self, endpoint, body):
         return len(json.dumps(body.get("messages") or body.get("prompt")).split())
 
+    def render(self, body):
+        return json.dumps(body["messages"])
+
+    def count_text(self, text, body):
+        return len(text.split())
+
+
+class KeepsRecords:
+    """Stands where the sender to the meter stands."""
+
+    dropped_records = 0
+
+    def __init__(self):
+        self.records = []
+
+    def put(self, record):
+        record.columns()
+        self.records.append(record)
+
+
+class PlayedMeter:
+    """Stands where the meter stands; knows what a test puts in."""
+
+    def __init__(self):
+        self.requests = {}
+        self.broken = False
+
+    async def totals(self, since_s, until_s):
+        from app.energy.queries import Totals
+
+        if self.broken:
+            raise ConnectionError("gone")
+        TimeRange(since_s, until_s)
+        nothing = (None,) * 6
+        return Totals(since_s, until_s, *nothing, (), (), (), {"mode": ()})
+
+    async def request(self, request_id):
+        return self.requests.get(request_id)
+
+    async def state(self):
+        return {"measuring": False}
+
 
 @pytest.fixture
 def settings():
@@ -106,11 +156,53 @@ def engines(settings):
 
 
 @pytest.fixture
-def service(settings, engines):
+def records():
+    return KeepsRecords()
+
+
+@pytest.fixture
+def meter():
+    return PlayedMeter()
+
+
+@pytest.fixture
+def keys():
+    return Keys({})
+
+
+@pytest.fixture
+def knowledge():
+    return Knowledge("embedded", "box")
+
+
+@pytest.fixture
+def service(settings, engines, records, keys, knowledge):
     links = [EngineLink(spec, engines[spec.name]) for spec in settings.engine_specs]
     for link in links:
         link.status = EngineStatus(link.name, EngineState.READY, pid=1)
-    return Service(settings, links, CountsWords())
+    tenants = Tenants(keys, settings.live.tenants)
+    return Service(settings, links, CountsWords(), tenants, records, NoTelemetry(), knowledge)
+
+
+@pytest.fixture
+def incoming():
+    """A request as `read_request` gives it."""
+
+    def make(content="hello", stream=False, headers=None, model=None, **body):
+        body = {"messages": [{"role": "user", "content": content}], "stream": stream, **body}
+        return Incoming("id", False, Endpoint.CHAT, model, stream, body, frozenset(), headers or {})
+
+    return make
+
+
+@pytest.fixture
+def usage():
+    def make(output_tokens=10, **changes):
+        fields = {"prompt_tokens": 5, "cached_tokens": 0, "accepted_tokens": 0, "queued_ms": 1.0}
+        times = {"first_token_ms": 10.0, "last_token_ms": 100.0}
+        return Usage(**{**fields, **times, "output_tokens": output_tokens, **changes})
+
+    return make
 
 
 @pytest.fixture
@@ -125,4 +217,4 @@ def streamed():
 
 @pytest.fixture
 def frames():
-    return lambda call, text, last=False: Frames(call.key, text, last)
+    return lambda call, text, last=False, usage=None: Frames(call.key, text, last, usage)

@@ -15,8 +15,8 @@ SERVED = "smollm2-135m-instruct"
 
 
 @pytest.fixture
-def client(service):
-    return TestClient(create_app(service), raise_server_exceptions=False)
+def client(service, meter):
+    return TestClient(create_app(service, meter), raise_server_exceptions=False)
 
 
 def error_of(answer):
@@ -37,7 +37,7 @@ def test_an_answer_names_mode_and_engine(client, engines):
 
 def test_the_body_passes_on_untouched_but_for_model_id_and_salt(client, engines):
     body = {**HELLO, "model": SERVED, "tools": [{"type": "function"}], "n": 2, "seed": 1, "anything": {"x": [1]}}
-    client.post(CHAT, json=body, headers={"x-request-id": "mine-1"})
+    client.post(CHAT, json={**body, "model": f"{SERVED}:fp16", "priority": -5}, headers={"x-request-id": "mine-1"})
     (call,) = engines["fp16"].calls
     salt = call.body.pop("cache_salt")
     assert salt
@@ -53,19 +53,28 @@ def test_only_modes_without_reuse_get_a_salt_of_their_own(client, engines, servi
 
 
 @pytest.mark.parametrize("model", [None, "auto", SERVED, f"{SERVED}:auto"])
-def test_without_a_mode_the_default_answers(client, model):
+def test_without_a_mode_the_policy_chooses_a_lossless_one(client, model):
     body = HELLO if model is None else {**HELLO, "model": model}
-    assert client.post(CHAT, json=body).headers["x-modeswitch-mode"] == "fp16"
+    headers = client.post(CHAT, json=body).headers
+    assert headers["x-modeswitch-mode"] in ("fp16", "prefix_caching", "speculative")
+    assert headers["x-modeswitch-policy"] == "rules"
+    assert "stands in for cost" in headers["x-modeswitch-reason"]
 
 
-def test_auto_falls_back_to_the_next_ready_mode(client, service):
-    service.links[0].status = None
-    assert client.post(CHAT, json=HELLO).headers["x-modeswitch-mode"] == "int8"
+def test_an_engine_that_is_not_ready_is_not_chosen(client, service):
+    for link in service.links:
+        if link.name != "speculative":
+            link.status = None
+    assert client.post(CHAT, json=HELLO).headers["x-modeswitch-mode"] == "speculative"
 
 
-def test_an_engine_lost_before_the_first_token_is_replaced_by_another(client, engines):
-    engines["fp16"].answer = EngineLost("it died")
-    assert client.post(CHAT, json=HELLO).headers["x-modeswitch-engine"] == "int8"
+@pytest.mark.parametrize("lost", ["fp16", "speculative"])
+def test_an_engine_lost_before_the_first_token_is_replaced_by_another(client, engines, records, lost):
+    engines[lost].answer = EngineLost("it died")
+    policy = {"x-modeswitch-policy": f"static:{lost}"}
+    assert client.post(CHAT, json=HELLO, headers=policy).headers["x-modeswitch-engine"] not in (lost, "int8", "gptq")
+    (record,) = records.records
+    assert (record.status, record.outcome["lost_engines"]) == ("ok", [lost])
 
 
 def test_a_named_mode_is_not_replaced(client, engines):
@@ -144,7 +153,7 @@ def test_an_unknown_mode_is_told_what_exists(client):
 
 
 def test_a_fault_of_ours_is_told_without_internals(client, service, monkeypatch):
-    monkeypatch.setattr(service.table, "candidates", lambda model: 1 / 0)
+    monkeypatch.setattr(service.table, "named", lambda model: 1 / 0)
     answer = client.post(CHAT, json=HELLO)
     assert answer.status_code == 500
     assert "division" not in error_of(answer)["message"]

@@ -20,7 +20,7 @@ class PlayedModel:
     def __init__(self, frames):
         self.frames = frames
 
-    async def respond(self, call):
+    async def respond(self, call, extra=None):
         return self.frames()
 
 
@@ -41,9 +41,10 @@ def call(key="k"):
 @pytest.fixture
 async def engine():
     settings = load_settings({"preset": "cpu"})
-    engine = Engine(settings.engine_specs[0], settings, NoDevice())
+    engine = Engine(settings.engine_specs[0], settings, NoDevice(), NoDevice())
     yield engine
     engine._life.cancel()
+    engine._reporting.cancel()
 
 
 def play(engine, frames):

@@ -82,7 +82,7 @@ def test_the_application_is_started_with_the_one_mode(tmp_path: Path) -> None:
     assert copy["applications"][0]["args"] == {
         "preset": "auto",
         "modes": ["int8"],
-        "controller": {"default_mode": "int8"},
+        "live": {"policy": "static:int8"},
     }
     config.write_text("applications: []")
     with pytest.raises(StartFailed, match="no usable Serve config"):

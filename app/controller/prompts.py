@@ -1,0 +1,134 @@
+"""What is read of a prompt before it is routed: its text, its tokens, and what names its conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from app.controller.tokens import Uncountable
+from app.routing.prefix_index import PromptChain, text_chain, token_chain
+from app.routing.token_estimate import TokenEstimator
+from app.wire import Endpoint
+
+_COUNT_INLINE_BELOW_CHARS = 20_000
+"""A longer prompt takes several milliseconds to tokenise: in a thread, so that other streams go on."""
+
+
+class Tokenizes(Protocol):
+    """What is needed of `app.controller.tokens.TokenCounter`."""
+
+    def count(self, endpoint: Endpoint, body: Mapping[str, Any]) -> int: ...
+    def render(self, body: Mapping[str, Any]) -> str: ...
+    def count_text(self, text: str, body: Mapping[str, Any]) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request's prompt. `text` is as the model reads it where that is known, and is not kept after the request."""
+
+    text: str
+    instruction: str
+    """The last thing the user said: what the kind of work is told from."""
+    tokens: int
+    exact: bool
+    chain: PromptChain
+    conversation: str | None
+    """A hash that names the conversation, for chats."""
+    continues: bool
+    """An earlier turn of the conversation was answered."""
+
+
+class PromptReader:
+    """Reads prompts with the model's tokenizer; without one, or above a size, tokens are estimated.
+
+    Args:
+        exact_below_chars: the largest prompt that is tokenised; a larger one is estimated, and its estimate corrected
+            by what the engine counts in the end.
+    """
+
+    def __init__(self, tokenizer: Tokenizes | None, exact_below_chars: int) -> None:
+        self._tokenizer = tokenizer
+        self._exact_below_chars = exact_below_chars
+        self._estimator = TokenEstimator()
+
+    async def read(self, endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
+        """The prompt of a request whose body was checked by `read_request`."""
+        if endpoint is Endpoint.CHAT:
+            return await self._read_chat(body)
+        return await self._read_completion(body)
+
+    def counted(self, prompt: Prompt, prompt_tokens: int) -> None:
+        """The engine's count of a prompt that was estimated."""
+        if not prompt.exact:
+            self._estimator.observe(prompt.text, prompt_tokens)
+
+    async def _read_chat(self, body: Mapping[str, Any]) -> Prompt:
+        messages = body["messages"]
+        text, known = _text_of(messages), False
+        if self._tokenizer is not None:
+            with contextlib.suppress(Uncountable):
+                text, known = self._tokenizer.render(body), True
+        tokens, exact = await self._count(text, body) if known else (self._estimator.estimate(text), False)
+        users = [message for message in messages if message["role"] == "user"]
+        return Prompt(
+            text,
+            _text_of(users[-1:]),
+            max(1, tokens),
+            exact,
+            text_chain(text, str(body.get("cache_salt") or "")),
+            _conversation(messages),
+            any(message["role"] == "assistant" for message in messages),
+        )
+
+    async def _read_completion(self, body: Mapping[str, Any]) -> Prompt:
+        prompt, salt = body.get("prompt"), str(body.get("cache_salt") or "")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            return Prompt("", "", len(prompt), True, token_chain(prompt, salt), None, False)
+        text = prompt if isinstance(prompt, str) else _text_of(prompt)
+        tokens, exact = self._estimator.estimate(text), False
+        if self._tokenizer is not None and len(text) < self._exact_below_chars:
+            with contextlib.suppress(Uncountable):
+                tokens, exact = await self._in_time(len(text), self._tokenizer.count, Endpoint.COMPLETION, body), True
+        if exact and isinstance(prompt, str):
+            self._estimator.observe(text, tokens)
+        return Prompt(text, text, max(1, tokens), exact, text_chain(text, salt), None, False)
+
+    async def _count(self, text: str, body: Mapping[str, Any]) -> tuple[int, bool]:
+        if self._tokenizer is None or len(text) >= self._exact_below_chars:
+            return self._estimator.estimate(text), False
+        tokens = await self._in_time(len(text), self._tokenizer.count_text, text, body)
+        self._estimator.observe(text, tokens)
+        return tokens, True
+
+    async def _in_time(self, chars: int, count: Any, *args: Any) -> int:
+        if chars < _COUNT_INLINE_BELOW_CHARS:
+            return int(count(*args))
+        return int(await asyncio.to_thread(count, *args))
+
+
+def _conversation(messages: list[dict[str, Any]]) -> str:
+    """Names a conversation by how it began: everything up to the first thing the user said."""
+    beginning = []
+    for message in messages:
+        beginning.append((message["role"], message.get("content")))
+        if message["role"] == "user":
+            break
+    text = json.dumps(beginning, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def _text_of(value: Any) -> str:
+    """All text in a JSON value, in order."""
+    match value:
+        case str():
+            return value
+        case dict():
+            return _text_of(value.get("content") or value.get("text") or "")
+        case list():
+            return "\n".join(_text_of(item) for item in value)
+    return ""

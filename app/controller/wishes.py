@@ -1,0 +1,83 @@
+"""What a request asks of the choice, from its headers and metadata."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.controller.errors import invalid
+from app.routing.features import Objective, Quality, Wishes
+
+_OBJECTIVES = ", ".join(objective.value for objective in Objective)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Headers `x-modeswitch-*`, each also `metadata.<name>` in the body (a header wins)."""
+
+    wishes: Wishes
+    policy: str | None
+    label: str | None
+    """`x-modeswitch-workload`: what kind of work it is. One that is too long is ignored."""
+    deadline_s: float | None
+    """`x-modeswitch-deadline-ms`, from the request's arrival."""
+
+
+def read_asked(headers: Mapping[str, str], metadata: Any) -> Asked:
+    """
+    Raises:
+        ApiError: 400 for an objective, quality or number that makes no sense.
+    """
+    known = metadata if isinstance(metadata, Mapping) else {}
+
+    def asked(name: str) -> str | None:
+        value = headers.get(f"x-modeswitch-{name}")
+        if value is None:
+            value = known.get(name.replace("-", "_"))
+        return value.strip() if isinstance(value, str) and value.strip() else None
+
+    deadline_ms = _number(asked("deadline-ms"), "deadline-ms")
+    return Asked(_wishes(asked), asked("policy"), asked("workload"), None if deadline_ms is None else deadline_ms / 1e3)
+
+
+def _wishes(asked: Any) -> Wishes:
+    """`x-modeswitch-objective`, `-latency-limit-ms`, `-energy-weight` and `-quality`."""
+    objective, quality = asked("objective"), asked("quality")
+    limit_ms = _number(asked("latency-limit-ms"), "latency-limit-ms")
+    weight = asked("energy-weight")
+    if objective is None:
+        objective = Objective.LIMIT if limit_ms is not None else Objective.LATENCY
+    try:
+        return Wishes(
+            objective=Objective(objective),
+            latency_limit_ms=limit_ms,
+            energy_weight=None if weight is None else float(weight),
+            quality=Quality(quality or Quality.GATED),
+        )
+    except ValueError as error:
+        hint = f"objective is one of {_OBJECTIVES}; quality is gated or exact"
+        raise invalid(f"{error} ({hint})", "metadata", "invalid_objective") from None
+
+
+def _number(text: str | None, name: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise invalid(f"x-modeswitch-{name} must be a number above 0, not {text[:40]!r}", code="invalid_header")
+    return value
+
+
+def max_tokens_of(body: Mapping[str, Any]) -> int | None:
+    """The request's own limit of output tokens, of all its choices; None where it sets none."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        limit = body.get(name)
+        if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
+            samples = body.get("n")
+            return limit * (samples if isinstance(samples, int) and samples > 1 else 1)
+    return None
