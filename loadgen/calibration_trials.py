@@ -21,7 +21,7 @@ from loadgen.calibration_plan import (
     TogetherTask,
 )
 from loadgen.client import Call, OpenAIClient
-from loadgen.energy_facts import EnergySource
+from loadgen.energy_facts import EnergySource, written_ms
 from loadgen.fitting import EngineSamples, StreamEnergy, accepted_per_step, add_sample
 from loadgen.passages import rewriting_prompt, story_prompt
 from loadgen.prompts import Frame, Messages, PromptMaker
@@ -56,7 +56,7 @@ def token_ms(record: RequestRecord, begin_ms: float, end_ms: float) -> float | N
     if tokens < 2 or len(record.frame_ms) < 2 or end_ms <= begin_ms:
         return None
     # The last token may be one without text, which no frame shows: the answer's end does.
-    at_ms = np.array([*record.frame_ms[:-1], record.total_ms]) + record.sent_s * 1000
+    at_ms = np.array([*record.frame_ms[:-1], written_ms(record)]) + record.sent_s * 1000
     places = np.linspace(0.0, tokens - 1.0, len(at_ms))
     written = float(np.interp(end_ms, at_ms, places) - np.interp(begin_ms, at_ms, places))
     return (end_ms - begin_ms) / written if written > 0 else None
@@ -65,7 +65,7 @@ def token_ms(record: RequestRecord, begin_ms: float, end_ms: float) -> float | N
 def steady_window_ms(records: Sequence[RequestRecord]) -> tuple[float, float]:
     """From the moment that every stream has begun to write until the first of them ends."""
     begin = max(record.sent_s * 1000 + (record.ttft_ms or record.total_ms) for record in records)
-    return begin, min(record.sent_s * 1000 + record.total_ms for record in records)
+    return begin, min(record.sent_s * 1000 + written_ms(record) for record in records)
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Calibrator:
             await self._ask(engine, self._filled(64), 2)
             record = await self._ask(engine, self._filled(_SHORT_PROMPT_TOKENS), 8)
             prefill_s = max(1e-4, (record.ttft_ms or record.total_ms) / 1000)
-            decode_s = max(1e-4, (record.total_ms - (record.ttft_ms or 0.0)) / 1000)
+            decode_s = max(1e-4, (written_ms(record) - (record.ttft_ms or 0.0)) / 1000)
             prefill_tokens_per_s = min(prefill_tokens_per_s, _SHORT_PROMPT_TOKENS / prefill_s)
             step_per_s = min(step_per_s, 7 / decode_s)
         return Pace(prefill_tokens_per_s, 1 / step_per_s)

@@ -1,20 +1,19 @@
-"""The joules of a request, as the server tells them: within the answer, or later from its record."""
+"""The joules of a request, as the server tells them: within the answer, or afterwards in the request's record."""
 
 import asyncio
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 from loadgen.client import INCLUDE_HEADER, Call, OpenAIClient, ServerFault
 from loadgen.records import Outcome, RequestRecord
 
 INCLUDE = "energy"
-_SETTLED = "final"
+_SETTLED, _UNSETTLED = "final", "partial"
 _LOOKS = 4
 _PAUSE_S = 0.25
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class EnergySource:
     """Whether this server tells energy at all, and how it measures it."""
 
@@ -27,19 +26,19 @@ class EnergySource:
         if not self.offered:
             return None
         told = energy_of(record.extras)
-        looks = 0
-        # A meter settles a request some tenths of a second after its end.
-        while told is not None and told.get("status") == "partial" and record.request_id and looks < _LOOKS:
-            await asyncio.sleep(_PAUSE_S)
-            looks += 1
-            try:
-                told = energy_of(await client.get_json(f"/v1/requests/{record.request_id}"))
-            except ServerFault:
-                return None
+        for _ in range(_LOOKS):
+            # A meter settles a request some tenths of a second after its end.
+            if told is not None and told.get("status") != _UNSETTLED:
+                break
+            told = energy_of(await request_record(client, record))
+            if told is None:
+                break
+            if told.get("status") == _UNSETTLED:
+                await asyncio.sleep(_PAUSE_S)
         if told is None or told.get("status") != _SETTLED:
             return None
         self.method, self.scope = told.get("method"), told.get("scope")
-        return _number(told.get("joules", told.get("energy_j")))
+        return _number(told.get("energy_j", told.get("joules")))
 
 
 def energy_of(holder: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -48,13 +47,36 @@ def energy_of(holder: dict[str, Any] | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def written_ms(record: RequestRecord) -> float:
+    """When the last token had come. An answer that carries its energy ends later, once the meter has settled it."""
+    if energy_of(record.extras) is not None and record.frame_ms:
+        return record.frame_ms[-1]
+    return record.total_ms
+
+
+async def request_record(client: OpenAIClient, record: RequestRecord) -> dict[str, Any] | None:
+    """What the server remembers of a finished request; None where it keeps no records, or has none of this one."""
+    name = (record.extras or {}).get("request_id") or record.request_id
+    if name is None:
+        return None
+    try:
+        return await client.get_json(f"/v1/requests/{name}")
+    except ServerFault:
+        return None
+
+
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 else None
 
 
 async def offers_energy(client: OpenAIClient, model: str) -> bool:
-    """True when the server accepts the wish for an energy object, which a client states with a header."""
+    """True when the server accepts the wish for an energy object."""
+    return await accepts_include(client, model, INCLUDE)
+
+
+async def accepts_include(client: OpenAIClient, model: str, include: str) -> bool:
+    """True when the server accepts the wish for these extra objects, which a client states with a header."""
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     plain = Call.of(body)
-    record = await client.send(dataclasses.replace(plain, headers={**plain.headers, INCLUDE_HEADER: INCLUDE}))
+    record = await client.send(dataclasses.replace(plain, headers={**plain.headers, INCLUDE_HEADER: include}))
     return record.outcome is Outcome.OK
