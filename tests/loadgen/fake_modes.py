@@ -99,6 +99,7 @@ class FakeApplication:
     energy: bool = False
     policies: list[str | None] = field(default_factory=list)
     fail_after: int | None = None
+    ignores_policies: bool = False
     resets: int = 0
 
     def __post_init__(self) -> None:
@@ -111,6 +112,7 @@ class FakeApplication:
         app.router.add_get("/v1/modes", self._modes)
         app.router.add_get("/v1/requests/{id}", self._request)
         app.router.add_post("/v1/chat/completions", self._answer)
+        app.router.add_post("/v1/completions", self._logprobs)
         app.router.add_post("/admin/reset_prefix_cache", self._reset)
         return app
 
@@ -144,11 +146,19 @@ class FakeApplication:
         self.resets += 1
         return web.json_response({})
 
+    async def _logprobs(self, request: web.Request) -> web.Response:
+        body: Body = await request.json()
+        lossless = self.engine_of(body["model"].partition(":")[2]).lossless
+        likely, other = (-0.1, -2.4) if lossless else (-0.11, -2.3)
+        row = {"1": {"logprob": likely}, "2": {"logprob": other}}
+        rows = [None] + [row] * len(body["prompt"].split())
+        return web.json_response({"choices": [{"text": "a", "prompt_logprobs": rows}]})
+
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         include = request.headers.get("x-modeswitch-include", "")
         if "energy" in include and not self.energy:
             return web.json_response({"error": {"message": "energy unknown", "code": "bad"}}, status=400)
-        policy = request.headers.get("x-modeswitch-policy")
+        policy = None if self.ignores_policies else request.headers.get("x-modeswitch-policy")
         self.policies.append(policy)
         if self.fail_after is not None and len(self.policies) > self.fail_after:
             return web.json_response({"error": {"message": "overloaded", "code": "overloaded"}}, status=503)

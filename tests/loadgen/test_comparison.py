@@ -1,0 +1,118 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadgen.comparison import (
+    LIGHT,
+    SATURATING,
+    Row,
+    class_oracle,
+    common_latencies,
+    hindsight,
+    rate_summary,
+    sentences,
+    training_rows,
+)
+
+STATICS = ("static:a", "static:b")
+
+
+def row(policy: str, index: int, latency_ms: float, **more: object) -> Row:
+    fields = {
+        "policy": policy,
+        "name": "short" if index % 2 else "long",
+        "tag": "none",
+        "mode": policy.removeprefix("static:"),
+        "rate": LIGHT,
+        "round": 0,
+        "index": index,
+        "status": "ok",
+        "latency_ms": latency_ms,
+        "ttft_ms": 1.0,
+        "energy_j": None,
+        "output_tokens": 10,
+        "started_s": float(index),
+        **more,
+    }
+    return Row(**fields)  # type: ignore[arg-type]
+
+
+def rows_with(choice: str, more: float = 1.0) -> list[Row]:
+    """`a` is fast on long requests and `b` on short ones; `cost` takes the faster, the slower, or always `a`."""
+    rows = []
+    for index in range(8):
+        by_mode = {"a": 100.0 if index % 2 == 0 else 300.0, "b": 200.0 if index % 2 else 400.0}
+        taken = {"best": min(by_mode.values()), "worst": max(by_mode.values()), "a": by_mode["a"]}[choice]
+        rows += [row(f"static:{mode}", index, ms) for mode, ms in by_mode.items()] + [row("cost", index, taken * more)]
+    return rows
+
+
+@pytest.mark.parametrize(("choice", "share"), [("best", 1.0), ("a", 0.0), ("worst", -3.0)])
+def test_the_share_of_the_headroom(choice: str, share: float) -> None:
+    found = rate_summary(rows_with(choice), LIGHT, STATICS)
+    assert found is not None
+    assert (found["best_static"], found["oracle_ms"], found["class_oracle_ms"]) == ("static:a", 150.0, 150.0)
+    assert found["best_static_by_class"] == {"long": "static:a", "short": "static:b"}
+    against = found["against_best_static"]["cost"]
+    assert against["headroom_share"]["estimate"] == pytest.approx(share)
+    assert against["headroom_share"]["low"] <= share <= against["headroom_share"]["high"]
+    assert against["headroom_share"]["pairs"] == 8
+
+
+def test_only_what_every_policy_answered_is_compared() -> None:
+    rows = [*rows_with("best"), row("broken", 0, 1.0, status="http_error")]
+    rows[3:6] = [row(one.policy, 1, one.latency_ms, status="stalled") for one in rows[3:4]] + rows[4:6]
+    found = rate_summary(rows, LIGHT, STATICS)
+    assert found is not None
+    assert found["compared_requests"] == 7
+    assert found["policies"]["static:a"]["errors"] == 1
+    assert rate_summary(rows, SATURATING, STATICS) is None
+
+
+def test_a_mode_that_is_not_allowed_is_neither_best_nor_oracle() -> None:
+    found = rate_summary(rows_with("best"), LIGHT, ("static:b",))
+    assert found is not None
+    assert (found["best_static"], found["oracle_ms"]) == ("static:b", 300.0)
+
+
+def test_throughput_is_over_the_run_and_words_say_it() -> None:
+    rows = [
+        row(policy, index, ms, rate=SATURATING, round=number)
+        for policy, ms in (("static:a", 2000.0), ("cost", 1000.0), ("rules", 1500.0))
+        for number in (0, 1)
+        for index in range(4)
+    ]
+    found = rate_summary(rows, SATURATING, STATICS)
+    assert found is not None
+    assert found["policies"]["cost"]["tokens_per_s"] == pytest.approx(40 / 4)
+    assert found["against_best_static"]["cost"]["throughput_ratio"]["estimate"] == pytest.approx(5 / 4)
+    assert found["against_rules"]["cost"]["latency_ratio"]["estimate"] == pytest.approx(1 / 1.5)
+    words = sentences({SATURATING: found})
+    assert words[0].startswith("Saturating load: cost takes 1000 ms on average (P95 1000), static:a, the best single")
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e4), st.floats(1, 1e4)), min_size=1, max_size=20))
+@settings(deadline=None)
+def test_the_hindsight_oracle_is_below_the_class_oracle_and_both_below_any_mode(
+    latencies: list[tuple[float, float]],
+) -> None:
+    rows = [
+        row(policy, index, pair[place]) for index, pair in enumerate(latencies) for place, policy in enumerate(STATICS)
+    ]
+    found = common_latencies(rows, LIGHT)
+    bound, by_class = sum(hindsight(found, STATICS).values()), sum(class_oracle(found, STATICS).values())
+    best = min(sum(found[policy].values()) for policy in STATICS)
+    assert bound <= by_class * (1 + 1e-9)
+    assert by_class <= best * (1 + 1e-9)
+
+
+def test_training_rows_hold_every_fixed_mode_of_a_prompt() -> None:
+    rows = [*rows_with("best"), row("static:a", 0, 77.0, rate=SATURATING)]
+    features = {(LIGHT, 0, 0): {"prompt_tokens": 5}, (SATURATING, 0, 0): {"prompt_tokens": 5}}
+    light, saturating = training_rows(rows, features, seed=3)
+    assert light["group"] == saturating["group"] == "long/3/0", "one prompt, one group"
+    assert light["modes"] == {
+        "a": {"latency_ms": 100.0, "energy_j": None},
+        "b": {"latency_ms": 400.0, "energy_j": None},
+    }
+    assert set(saturating["modes"]) == {"a"}
