@@ -1,12 +1,12 @@
 """Decisions as a server's ledger holds them: read in pieces, and decoded to what a policy can be asked again.
 
-The table is `requests` of `app/energy/schema.py`. A row's `decision` holds, beside the decision, all that the policy
-was made of: its name, the settings and the deployed modes.
+The tables are `requests` and `contexts` of `app/energy/schema.py`. A row's `decision` holds the decision and the name
+of the policy; what the policy was made of (settings, deployed modes, profile) is the row's context, which many share.
 """
 
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,20 +29,30 @@ class RowDamaged(ValueError):
 
 
 class Row(NamedTuple):
-    """Columns of one request as SQLite has them; the last three are JSON."""
+    """Columns of one request as SQLite has them; three are JSON, and the last names the context."""
 
     request_id: bytes
     mode: bytes | None
     features: bytes
     snapshot: bytes
     decision: bytes
+    context: bytes | None = None
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """A context: what many decisions were made from. Its parts stay undecoded, since each is decoded once."""
+
+    settings: msgspec.Raw = _NONE
+    modes: msgspec.Raw = _NONE
+    profile: msgspec.Raw = _NONE
 
 
 class Context(msgspec.Struct, frozen=True):
-    """The `decision` column. `settings` and `modes` stay undecoded: they are the same in most rows."""
+    """The `decision` column, and the settings and modes of the row's context. `named`: the request named its mode."""
 
     decision: msgspec.Raw
     policy: str | None = None
+    named: bool = False
     settings: msgspec.Raw = _NONE
     modes: msgspec.Raw = _NONE
     profile_version: str | None = None
@@ -84,10 +94,24 @@ def rows(path: Path, span: RowRange) -> Iterator[Row]:
         with closing(_open(path)) as connection:
             # Bytes go to the JSON decoder as they are; text would be decoded and encoded again.
             connection.text_factory = bytes
-            query = "SELECT request_id, mode, features, snapshot, decision FROM requests WHERE rowid BETWEEN ? AND ?"
+            query = "SELECT request_id, mode, features, snapshot, decision, context FROM requests WHERE rowid BETWEEN ? AND ?"
             yield from map(Row._make, connection.execute(query, span))
     except sqlite3.Error as error:
         raise LedgerUnreadable(f"{path} is no ledger that can be read: {error}") from error
+
+
+def read_contexts(path: Path) -> dict[bytes, Shared]:
+    """All contexts of a ledger by their names; a damaged one is left out. Raises LedgerUnreadable."""
+    found = {}
+    try:
+        with closing(_open(path)) as connection:
+            connection.text_factory = bytes
+            for name, content in connection.execute("SELECT context, content FROM contexts ORDER BY rowid"):
+                with suppress(msgspec.DecodeError):
+                    found[name] = msgspec.json.decode(content, type=Shared)
+    except sqlite3.Error as error:
+        raise LedgerUnreadable(f"{path} is no ledger that can be read: {error}") from error
+    return found
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -102,7 +126,7 @@ _decision = msgspec.json.Decoder(Decision)
 _refusal = msgspec.json.Decoder(Refusal)
 
 
-def decode(row: Row) -> LoggedDecision | None:
+def decode(row: Row, contexts: Mapping[bytes, Shared]) -> LoggedDecision | None:
     """The decision of a row; None for a request that ended before one was made. Raises RowDamaged."""
     if row.decision in _EMPTY:
         return None
@@ -110,6 +134,8 @@ def decode(row: Row) -> LoggedDecision | None:
         context = _context.decode(row.decision)
         if context.decision == _NONE:
             return None
+        if row.context is not None and (shared := contexts.get(row.context)) is not None:
+            context = msgspec.structs.replace(context, settings=shared.settings, modes=shared.modes)
         outcome = _outcome(context.decision)
         features, snapshot = _features.decode(row.features), _snapshot.decode(row.snapshot)
     except ValueError as error:  # msgspec's errors are ValueErrors, and so are the records' own

@@ -16,9 +16,10 @@ from app.routing.mode_info import ModeInfo
 from app.routing.policies import Policy, make_policy
 from app.routing.policies.engine_load import EngineLoad, Interference, engine_loads
 from app.routing.policies.prediction import predict
+from app.routing.policies.static import StaticPolicy
 from app.routing.profile import Profile
 from app.routing.settings import RoutingSettings
-from loadgen.logged_decisions import LoggedDecision, Row, decode
+from loadgen.logged_decisions import LoggedDecision, Row, Shared, decode
 
 _LISTED = 100
 """Mismatches and damaged rows that are kept word for word; the rest are counted."""
@@ -139,6 +140,8 @@ class Defaults:
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     settings: RoutingSettings | None = None
     modes: tuple[ModeInfo, ...] | None = None
+    contexts: Mapping[bytes, Shared] = field(default_factory=dict)
+    """The ledger's own, by name."""
 
 
 class Replay:
@@ -157,7 +160,7 @@ class Replay:
         tally = self.tally
         tally.rows += 1
         try:
-            logged = decode(row)
+            logged = decode(row, self._defaults.contexts)
             if logged is None:
                 tally.undecided += 1
             else:
@@ -193,7 +196,7 @@ class Replay:
         if version is not None and profile is None:
             tally.unverifiable[f"profile {version} was not given"] += 1
             return
-        policy = setup.policy(logged.context.policy or outcome.policy, profile)
+        policy = setup.policy(logged.context.policy or outcome.policy, profile, named=logged.context.named)
         if isinstance(policy, str):
             tally.unverifiable[policy] += 1
             return
@@ -211,15 +214,19 @@ class _Setup:
     def __init__(self, settings: RoutingSettings, modes: tuple[ModeInfo, ...], profile: Profile | None) -> None:
         self._settings, self._modes = settings, modes
         self.coefficients = {} if profile is None else compile_profile(profile, modes)
-        self._policies: dict[tuple[str, str | None], Policy | str] = {}
+        self._policies: dict[tuple[str, str | None, bool], Policy | str] = {}
 
-    def policy(self, name: str, profile: Profile | None) -> Policy | str:
-        """The policy, or in words why there is none."""
-        key = name, None if profile is None else profile.version
+    def policy(self, name: str, profile: Profile | None, *, named: bool = False) -> Policy | str:
+        """The policy, or in words why there is none. `named`: of a request that would have this mode or none."""
+        key = name, None if profile is None else profile.version, named
         found = self._policies.get(key)
         if found is None:
             try:
-                found = make_policy(name, self._modes, self._settings, profile)
+                if named:
+                    mode = name.removeprefix("static:")
+                    found = StaticPolicy(mode, self._modes, self._settings, fall_back=False)
+                else:
+                    found = make_policy(name, self._modes, self._settings, profile)
             except ValueError as error:
                 found = str(error)
             self._policies[key] = found

@@ -22,7 +22,7 @@ from app.routing.mode_info import ModeInfo
 from app.routing.policies import POLICY_NAMES
 from app.routing.profile import Profile
 from app.routing.settings import RoutingSettings
-from loadgen.logged_decisions import LedgerUnreadable, RowRange, ranges, rows
+from loadgen.logged_decisions import LedgerUnreadable, RowRange, Shared, ranges, read_contexts, rows
 from loadgen.policy_replay import Defaults, PairedMean, Replay, Tally
 from loadgen.servers import write_json
 
@@ -205,14 +205,29 @@ def _as_json(tally: Tally, wall_s: float) -> dict[str, Any]:
     }
 
 
-def _defaults(profiles: Iterable[Path], settings: Path | None, modes: Path | None) -> Defaults:
-    read = [read_profile(path) for path in profiles]
+def _defaults(
+    ledger: Path, profiles: Iterable[Path] = (), settings: Path | None = None, modes: Path | None = None
+) -> Defaults:
+    """Raises FileUnusable, LedgerUnreadable."""
+    contexts = read_contexts(ledger)
+    own = [profile for shared in contexts.values() if (profile := _profile_of(shared)) is not None]
+    given = [read_profile(path) for path in profiles]
     return Defaults(
-        profile=read[0] if read else None,
-        profiles={profile.version: profile for profile in read},
+        # The one given first predicts the costs, else the one that was in use last.
+        profile=(given or own[::-1] or [None])[0],
+        profiles={profile.version: profile for profile in (*own, *given)},
         settings=None if settings is None else read_settings(settings),
         modes=None if modes is None else read_modes(modes),
+        contexts=contexts,
     )
+
+
+def _profile_of(shared: Shared) -> Profile | None:
+    content = bytes(shared.profile)
+    try:
+        return None if content == b"null" else Profile.model_validate_json(content)
+    except ValidationError:
+        return None
 
 
 def _known(policies: Sequence[str]) -> tuple[str, ...]:
@@ -243,9 +258,7 @@ def register(replay: typer.Typer) -> None:
         ] = None,
         profile: Annotated[
             list[Path] | None,
-            typer.Option(
-                help="Profile that predicts the costs. --verify wants every one that was in use; first counts."
-            ),
+            typer.Option(help="Profile that predicts the costs; by default the ledger's own. The first one counts."),
         ] = None,
         settings: Annotated[Path | None, typer.Option(help="Routing settings, where the rows do not say.")] = None,
         modes: Annotated[Path | None, typer.Option(help="Modes, as of /v1/modes, where the rows do not say.")] = None,
@@ -259,7 +272,7 @@ def register(replay: typer.Typer) -> None:
         console = Console()
         names = _known(policy or (() if verify else _DEFAULT_POLICIES))
         try:
-            job = Job(path, names, _defaults(profile or (), settings, modes), verify)
+            job = Job(path, names, _defaults(path, profile or (), settings, modes), verify)
             with console.status("reading") as status:
                 tally, wall_s = _run(job, processes, status)
         except (FileUnusable, LedgerUnreadable, BrokenProcessPool) as error:
@@ -268,7 +281,7 @@ def register(replay: typer.Typer) -> None:
         if names:
             for table in (_agreement_table(tally), _cost_table(tally), _choice_table(tally)):
                 console.print(table)
-            if not profile:
+            if job.defaults.profile is None:
                 console.print("Without --profile FILE there are no predicted costs, and `cost` decides as `rules` do.")
         for line in (*_notes(tally), *(_verify_notes(tally) if verify else ())):
             console.print(line, markup=False, highlight=False)

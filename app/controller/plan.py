@@ -109,7 +109,7 @@ class Ticket:
             else {
                 "policy": plan.policy,
                 "named": plan.named,
-                "outcome": _json(plan.outcome),
+                "decision": _json(plan.outcome),
                 "reason": plan.outcome.reason,
                 "shadows": [_json(shadow) for shadow in plan.shadows],
                 "decided_in_us": round(plan.took_us, 1),

@@ -200,9 +200,8 @@ class Service:
         ticket.dispatched_s = time.monotonic()
         ticket.in_flight_then = 1 + sum(len(link.in_flight) for link in self.links)
         self.router.sent(ticket.prompt, decision)
-        why = "named" if plan.named else "explored" if decision.explored else decision.rule or "lowest_cost"
         self._telemetry.count(
-            "modeswitch_decisions_total", decision.mode, decision.request_class.value, plan.policy, why
+            "modeswitch_decisions_total", decision.mode, decision.request_class.value, plan.policy, _why(plan, decision)
         )
         log.info("request %s: %s", ticket.key, decision.reason)
 
@@ -315,3 +314,14 @@ class Service:
             opened = self.router.breaker(mode)[0].value != "closed"
             self._telemetry.set("modeswitch_breaker_open", float(opened), mode)
         self._telemetry.set("modeswitch_records_dropped", float(self._records.dropped_records))
+
+
+def _why(plan: Plan, decision: Decision) -> str:
+    """The decision's reason as one of a few words, for a label."""
+    if plan.named:
+        return "named"
+    if decision.explored:
+        return "explored"
+    if decision.terms is not None:
+        return "lowest_cost"
+    return "lowest_score" if decision.policy == "learned" else decision.rule or "other"

@@ -1,6 +1,7 @@
 """One running application with real engines, shared by all engine tests."""
 
 import contextlib
+import copy
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ SERVED = "smollm2-135m-instruct"
 PORT = 8123
 START_WITHIN_S = 900
 
-CONFIG = {
+CONFIG: dict = {
     "http_options": {"host": "127.0.0.1", "port": PORT},
     "logging_config": {"enable_access_log": False},
     "applications": [
@@ -49,6 +50,35 @@ class Application:
 
     url: str
     process: subprocess.Popen
+    config: dict
+    folder: Path
+
+    @property
+    def ledger(self):
+        return self.folder / "ledger.sqlite"
+
+    def deploy(self, **live):
+        """Change the controller's live settings, as an operator does."""
+        config = copy.deepcopy(self.config)
+        config["applications"][0]["deployments"] = [{"name": "controller", "user_config": live}]
+        file = self.folder / "deployed.yaml"
+        file.write_text(yaml.safe_dump(config))
+        # A local Ray cluster protects its dashboard with a token, which its own commands find when told to look for one.
+        subprocess.run(
+            [str(Path(sys.executable).with_name("serve")), "deploy", "-a", "http://127.0.0.1:8265", str(file)],
+            env={**os.environ, "RAY_AUTH_MODE": "token"},
+            capture_output=True,
+            timeout=120,
+            check=True,
+        )
+
+    def wait_until(self, condition, within_s):
+        """The first true value of `condition()`; fails the test when there is none in time."""
+        deadline = time.monotonic() + within_s
+        while not (found := condition()):
+            assert time.monotonic() < deadline, "it did not happen in time"
+            time.sleep(0.2)
+        return found
 
     def chat(self, mode, content, **options):
         body = {"model": f"{SERVED}:{mode}", "messages": [{"role": "user", "content": content}], **options}
@@ -76,7 +106,9 @@ class Application:
 def application(tmp_path_factory):
     folder = tmp_path_factory.mktemp("application")
     config, log = folder / "config.yaml", folder / "serve.log"
-    config.write_text(yaml.safe_dump(CONFIG))
+    content = copy.deepcopy(CONFIG)
+    content["applications"][0]["args"]["energy"] = {"ledger_path": str(folder / "ledger.sqlite")}
+    config.write_text(yaml.safe_dump(content))
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "app.launch", str(config)],
@@ -86,7 +118,7 @@ def application(tmp_path_factory):
             env={**os.environ, "RAY_ADDRESS": "local"},
             cwd=Path(__file__).parents[2],
         )
-    running = Application(f"http://127.0.0.1:{PORT}", process)
+    running = Application(f"http://127.0.0.1:{PORT}", process, content, folder)
     engines = []
     try:
         _wait_until_settled(running, log)

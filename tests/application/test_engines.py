@@ -107,7 +107,7 @@ def test_serve_status_shows_one_deployment_per_engine(application):
         check=True,
     )
     deployments = yaml.safe_load(status.stdout)["applications"]["modeswitch"]["deployments"]
-    assert set(deployments) == {"controller", "device", "fp16", "int8", "gptq", "speculative", "broken"}
+    assert set(deployments) == {"controller", "device", "energy", "fp16", "int8", "gptq", "speculative", "broken"}
 
 
 @on_request

@@ -44,7 +44,7 @@ def changed(path: Path, change: Change, *, every: int = 1) -> None:
 
 
 def tally_of(path: Path, *policies: str, profile: Path | None = None, verify: bool = False) -> Tally:
-    job = Job(path, policies, _defaults([profile] if profile else [], None, None), verify)
+    job = Job(path, policies, _defaults(path, [profile] if profile else []), verify)
     return list(replay_all(job, 1))[-1]
 
 
@@ -76,7 +76,7 @@ def test_without_a_profile_costs_are_unknown_and_not_zero(ledger: Path) -> None:
 
 
 def test_pieces_add_up_to_the_whole(ledger: Path) -> None:
-    job = Job(ledger, ("cost", "rules"), _defaults([ledger.with_name("profile.json")], None, None), True)
+    job = Job(ledger, ("cost", "rules"), _defaults(ledger, [ledger.with_name("profile.json")]), True)
     whole, sum_of_pieces = job.piece(RowRange(1, 60)), Tally()
     spans = ranges(ledger, 7)
     assert (spans[0], spans[-1], len(spans)) == (RowRange(1, 7), RowRange(57, 60), 9)
@@ -91,7 +91,7 @@ def test_pieces_add_up_to_the_whole(ledger: Path) -> None:
 
 def test_two_processes_give_what_one_gives(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadgen.replay_ledger._ROWS_A_PIECE", 25)
-    job = Job(ledger, ("rules",), _defaults([], None, None), True)
+    job = Job(ledger, ("rules",), _defaults(ledger), True)
     one, two = (list(replay_all(job, processes))[-1] for processes in (1, 2))
     assert one.policies["rules"].as_json() == two.policies["rules"].as_json()
     assert (two.rows, two.unverifiable) == (60, {"profile p1 was not given": 60})
@@ -178,6 +178,24 @@ def test_rows_that_do_not_say_how_they_were_made(tmp_path: Path) -> None:
         profile = synthetic.write_profile(tmp_path / "profile.json")
         code, words = replay(tmp_path / "l.sqlite", "--verify", "--profile", profile, *given)
         assert (code, "verified 12 decisions: 0 came out otherwise" in words) == (0, True), words
+
+
+def test_a_context_that_rows_share_says_how_they_were_made(tmp_path: Path) -> None:
+    path = tmp_path / "l.sqlite"
+    changed(path, lambda values: {"decision": values["decision"], "policy": values["policy"]})
+    content = {
+        "settings": {},
+        "modes": [msgspec.to_builtins(mode) for mode in synthetic.MODES],
+        "profile": synthetic.profile_content(),
+    }
+    with sqlite3.connect(path) as connection:
+        connection.execute("INSERT INTO contexts VALUES ('c', 1, ?)", (json.dumps(content),))
+        connection.execute("INSERT INTO contexts VALUES ('damaged', 1, '{')")
+        connection.execute("UPDATE requests SET context = 'c'")
+    code, words = replay(path, "--verify")
+    assert (code, "verified 12 decisions: 0 came out otherwise" in words, "not verified" in words) == (0, True, False)
+    found = tally_of(path, "cost").policies["cost"]
+    assert (found.agreed, found.latency_ms.n) == (12, 12)
 
 
 def test_a_mode_that_was_not_deployed_is_said(ledger: Path) -> None:

@@ -1,0 +1,130 @@
+"""Keys, budgets and shares: who is let in, how much, and in which order."""
+
+import hashlib
+
+import pytest
+from starlette.testclient import TestClient
+
+from app.config import AuthSettings, ConfigError, TenantLimits
+from app.controller.errors import ApiError
+from app.controller.routes import create_app
+from app.controller.tenants import MAX_TENANTS, Keys, Tenants
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def digest(key):
+    return hashlib.sha256(key.encode()).digest()
+
+
+def test_keys_come_from_the_environment_and_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text(f"# team keys\n\nblue:{digest('s3cret').hex()}\n")
+    monkeypatch.setenv("SOME_KEYS", "red:hush, green:sh")
+    keys = Keys.load(AuthSettings(keys_env="SOME_KEYS", keys_file=file))
+    assert len(keys) == 3
+    assert keys.tenant("Bearer s3cret") == "blue"
+    assert keys.tenant("bearer  sh ") == "green"
+    for wrong in ("", "Bearer", "Bearer ", "Bearer wrong", "Basic hush", "hush"):
+        assert keys.tenant(wrong) is None
+
+
+@pytest.mark.parametrize("text", ["blue", "blue:", ":abcd", "blue:xyz", "blue:abcd"])
+def test_a_malformed_file_is_told_by_its_line_and_not_quoted(tmp_path, text):
+    file = tmp_path / "keys"
+    file.write_text(f"\n{text}\n")
+    with pytest.raises(ConfigError, match="line 2") as told:
+        Keys.load(AuthSettings(keys_env="NONE", keys_file=file))
+    assert "abcd" not in str(told.value)
+
+
+@pytest.mark.parametrize("text", ["blue", "blue:", ":hush-hush"])
+def test_a_malformed_variable_is_told_and_not_quoted(monkeypatch, text):
+    monkeypatch.setenv("SOME_KEYS", text)
+    with pytest.raises(ConfigError, match="SOME_KEYS") as told:
+        Keys.load(AuthSettings(keys_env="SOME_KEYS"))
+    assert "hush" not in str(told.value)
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Keys.load(AuthSettings(keys_file=tmp_path / "none"))
+
+
+def test_without_keys_a_header_names_the_account_and_names_are_bounded():
+    tenants = Tenants(Keys({}), {})
+    assert tenants.who("", "") == "default"
+    assert tenants.who("Bearer whatever", " blue ") == "blue"
+    assert tenants.who("", "x" * 65) == "default"
+    assert tenants.who("", "a\x00b") == "default"
+    seen = {tenants.who("", f"tenant {number}") for number in range(10 * MAX_TENANTS)}
+    assert len(seen) <= MAX_TENANTS + 1
+    assert tenants.who("", "blue") == "blue"
+
+
+def test_with_keys_the_header_is_ignored():
+    tenants = Tenants(Keys({digest("k"): "red"}), {})
+    assert tenants.who("Bearer k", "blue") == "red"
+    for authorization in ("", "Bearer no"):
+        with pytest.raises(ApiError) as refused:
+            tenants.who(authorization, "red")
+        assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
+
+
+def test_a_budget_is_reserved_up_front_and_settled_at_the_end():
+    tenants = Tenants(Keys({}), {"red": TenantLimits(tokens_per_s=10, burst_tokens=100)})
+    first = tenants.admit("red", 40, 50, 0.0)
+    with pytest.raises(ApiError) as refused:
+        tenants.admit("red", 40, 50, 0.0)
+    assert (refused.value.status, refused.value.code) == (429, "token_budget_exhausted")
+    assert refused.value.headers["retry-after"] == "8"
+    tenants.settle(first, 40, 0, 0.0)
+    tenants.settle(first, 40, 0, 0.0)
+    assert tenants.admit("red", 40, 20, 0.0)
+    assert tenants.admit("blue", 10_000, 10_000, 0.0)
+
+
+def test_new_limits_leave_an_unchanged_budget_as_it_is():
+    limits = {"red": TenantLimits(tokens_per_s=1, burst_tokens=10)}
+    tenants = Tenants(Keys({}), limits)
+    tenants.admit("red", 5, 5, 0.0)
+    tenants.limit(limits, 0.0)
+    with pytest.raises(ApiError):
+        tenants.admit("red", 5, 5, 0.0)
+    tenants.limit({}, 0.0)
+    assert tenants.admit("red", 5, 5, 0.0)
+
+
+def test_a_heavy_tenant_waits_behind_a_light_one():
+    tenants = Tenants(Keys({}), {})
+
+    def ask(tenant, prompt_tokens):
+        return tenants.admit(tenant, prompt_tokens, prompt_tokens // 5, 0.0).priority
+
+    flood = [ask("heavy", 1000) for _ in range(10)]
+    assert flood == sorted(flood)
+    assert flood[-1] > flood[0]
+    # The light one begins where the heavy one is: it has saved up no credit. From there on it stays in front.
+    first = ask("light", 100)
+    assert first >= flood[-1]
+    heavy = [ask("heavy", 1000) for _ in range(5)]
+    light = [ask("light", 100) for _ in range(5)]
+    assert light[-1] < heavy[1]
+
+
+@pytest.mark.parametrize("keys", [Keys({digest("k"): "red"})])
+def test_everything_but_health_wants_a_key(service, meter, engines, records):
+    client = TestClient(create_app(service, meter))
+    for method, path in [
+        ("POST", CHAT), ("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/auto"),
+        ("GET", "/v1/modes"), ("GET", "/v1/energy"), ("GET", "/v1/requests/x"), ("POST", "/admin/reset_prefix_cache"),
+    ]:  # fmt: skip
+        answer = client.request(method, path, **({"json": HELLO | {"prompt": "x"}} if method == "POST" else {}))
+        assert (path, answer.status_code) == (path, 401)
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert client.get("/health").status_code == 200
+    headers = {"authorization": "Bearer k", "x-modeswitch-tenant": "blue"}
+    assert client.post(CHAT, json=HELLO, headers=headers).status_code == 200
+    (call,) = [call for engine in engines.values() for call in engine.calls]
+    assert call.tenant == records.records[-1].tenant == "red"

@@ -1,0 +1,68 @@
+"""What a request may ask for, and what of it is refused or ignored."""
+
+import pytest
+
+from app.controller.errors import ApiError
+from app.controller.wishes import max_tokens_of, read_asked
+from app.routing.features import Objective, Quality
+
+
+def test_nothing_is_asked_for_by_default():
+    asked = read_asked({}, None)
+    assert (asked.wishes.objective, asked.wishes.quality) == (Objective.LATENCY, Quality.GATED)
+    assert (asked.policy, asked.label, asked.deadline_s) == (None, None, None)
+
+
+def test_headers_win_over_metadata():
+    metadata = {"policy": "rules", "workload": "code", "quality": "exact", "objective": "energy"}
+    asked = read_asked({"x-modeswitch-policy": "cost"}, metadata)
+    assert (asked.policy, asked.label) == ("cost", "code")
+    assert (asked.wishes.quality, asked.wishes.objective) == (Quality.EXACT, Objective.ENERGY)
+
+
+def test_a_latency_limit_asks_for_the_least_energy_within_it():
+    wishes = read_asked({"x-modeswitch-latency-limit-ms": "250"}, None).wishes
+    assert (wishes.objective, wishes.latency_limit_ms) == (Objective.LIMIT, 250.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("objective", "speed"),
+        ("objective", "limit"),
+        ("quality", "good"),
+        ("energy-weight", "2"),
+        ("energy-weight", "much"),
+        ("latency-limit-ms", "-1"),
+        ("latency-limit-ms", "nan"),
+        ("deadline-ms", "soon"),
+        ("deadline-ms", "0"),
+        ("deadline-ms", "inf"),
+    ],
+)
+def test_nonsense_is_a_clear_error(name, value):
+    with pytest.raises(ApiError) as refused:
+        read_asked({f"x-modeswitch-{name}": value}, None)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("metadata", [7, "x", [1], {"policy": 7, "workload": {"a": 1}, "objective": None}])
+def test_metadata_of_other_shapes_is_ignored(metadata):
+    assert read_asked({}, metadata).policy is None
+
+
+@pytest.mark.parametrize(
+    ("body", "limit"),
+    [
+        ({}, None),
+        ({"max_tokens": 5}, 5),
+        ({"max_tokens": 5, "max_completion_tokens": 7}, 7),
+        ({"max_tokens": 5, "n": 3}, 15),
+        ({"max_tokens": "5"}, None),
+        ({"max_tokens": True}, None),
+        ({"max_tokens": -1}, None),
+        ({"max_tokens": 5, "n": "many"}, 5),
+    ],
+)
+def test_the_limit_of_output_tokens(body, limit):
+    assert max_tokens_of(body) == limit
