@@ -25,7 +25,7 @@ class Place(NamedTuple):
     """One request of the recipe's traces, whoever serves it."""
 
     round: int
-    index: int
+    position: int
     name: str
     """Its class in the recipe."""
 

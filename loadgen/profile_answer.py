@@ -28,6 +28,8 @@ _LIGHT_SHARE, _SATURATING_SHARE = 0.2, 4.0
 """Rates, as multiples of the rate at which one engine without batching would just be busy."""
 _TAGS = {"choice": Tag.MULTIPLE_CHOICE, "rewriting": Tag.REWRITING}
 _WORTH_IT = 0.05
+_NOISE = 0.03
+"""A smaller difference between two modes may be the measurement's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +183,7 @@ def table_of(found: Answer) -> Table:
 
 def words_of(found: Answer) -> list[str]:
     """The answer in sentences."""
-    sentences = [
-        f"{name.replace('_', ' ')}: {winner.best} is fastest ({winner.latency_ms[winner.best]:.0f} ms)"
-        + (
-            "."
-            if winner.fastest == winner.best or _tied(winner)
-            else f"; {winner.fastest} would be faster, but has no measured quality that admits it."
-        )
-        for name, winner in found.winners.items()
-    ]
+    sentences = [f"{name.replace('_', ' ')}: {_winner_words(winner)}" for name, winner in found.winners.items()]
     sentences += [_gain_words("At a light load", found.light), _gain_words("Saturated", found.saturating)]
     if found.unproven:
         sentences.append(
@@ -200,8 +194,20 @@ def words_of(found: Answer) -> list[str]:
     return sentences
 
 
-def _tied(winner: ClassWinner) -> bool:
-    return winner.latency_ms[winner.fastest] > 0.98 * winner.latency_ms[winner.best]
+def _winner_words(winner: ClassWinner) -> str:
+    best_ms = winner.latency_ms[winner.best]
+    text = f"{winner.best} is fastest ({best_ms:.0f} ms)"
+    # Modes of one engine have the same figures: they are not rivals.
+    near = [
+        mode
+        for mode, ms in winner.latency_ms.items()
+        if mode in winner.allowed and best_ms < ms <= (1 + _NOISE) * best_ms
+    ]
+    if near:
+        text += f", {' and '.join(near)} within {100 * _NOISE:.0f} %"
+    if winner.latency_ms[winner.fastest] < (1 - _NOISE) * best_ms:
+        text += f"; {winner.fastest} would be faster, but no measured quality admits it"
+    return f"{text}."
 
 
 def _gain_words(when: str, gain: Gain) -> str:
