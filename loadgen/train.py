@@ -1,0 +1,237 @@
+"""`train`: routers learned from measurements, judged on prompts they have not seen, and exported for `learned`."""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from app.controller.trained_model import OnnxPredictor
+from app.routing.policies.learned import PredictorRefused
+from loadgen.best_mode import Constraints
+from loadgen.learners import (
+    LEARNERS,
+    Fitted,
+    Held,
+    NothingToLearn,
+    cross_validate,
+    export,
+    fit,
+    static_choices,
+)
+from loadgen.paper.tables import TablesDamaged, load_tables
+from loadgen.servers import write_json
+from loadgen.statistics import percentile
+from loadgen.training_data import (
+    PAPER_HARDWARE,
+    PAPER_MODEL,
+    Dataset,
+    TrainingDataUnusable,
+    paper_dataset,
+    read_training,
+)
+
+DECISION_MAX_US = 100.0
+_TIMED_DECISIONS = 3000
+_COMPARED_ROWS = 500
+
+
+class Exported(NamedTuple):
+    """A written model: how long it takes to score one request, and how often its first mode is the estimator's."""
+
+    path: Path
+    bytes: int
+    p50_us: float
+    p99_us: float
+    agreement: float
+
+
+def write_model(path: Path, fitted: Fitted, data: Dataset, *, model: str, hardware: str) -> Exported:
+    """Exports, reads back as the controller does, times and compares. Raises OSError and PredictorRefused."""
+    rows = data.features()
+    version = f"{fitted.learner}-{hashlib.sha256(rows.tobytes() + repr(data.examples).encode()).hexdigest()[:12]}"
+    content = export(fitted, version=version, model=model, hardware=hardware)
+    part = path.with_suffix(".part")
+    part.write_bytes(content)
+    part.replace(path)
+    predictor = OnnxPredictor(path)
+    compared = rows[:_COMPARED_ROWS]
+    same = [
+        _first(predictor.scores(row), predictor.modes) == _first(scores, fitted.modes)
+        for row, scores in zip(compared.tolist(), fitted.scores(compared), strict=True)
+    ]
+    taken_us = time_decisions(predictor, rows.tolist())
+    return Exported(path, len(content), percentile(taken_us, 50), percentile(taken_us, 99), sum(same) / len(same))
+
+
+def _first(scores: Sequence[float], modes: Sequence[str]) -> str:
+    return min(zip(scores, modes, strict=True))[1]
+
+
+def time_decisions(predictor: OnnxPredictor, rows: Sequence[Sequence[float]]) -> list[float]:
+    """Microseconds of each of many single scorings, after some to warm up."""
+    taken = []
+    for index in range(_TIMED_DECISIONS + 200):
+        row = rows[index % len(rows)]
+        start = time.perf_counter_ns()
+        predictor.scores(row)
+        taken.append((time.perf_counter_ns() - start) / 1000)
+    return taken[200:]
+
+
+def held_table(heading: str, found: Mapping[str, Held]) -> Table:
+    """Policies by name; ratios are means over requests."""
+    table = Table(title=heading)
+    table.add_column("")
+    for name in ("as the oracle", "of its latency", "speed-up", "unsafe", "twins in training"):
+        table.add_column(name, justify="right")
+    for name, item in found.items():
+        table.add_row(
+            name,
+            f"{100 * item.match:.0f} %",
+            f"{100 * item.latency_capture:.1f} %",
+            f"{item.speedup:.3f}",
+            f"{100 * item.unsafe:.1f} %",
+            f"{100 * item.twin_share:.0f} %",
+        )
+    return table
+
+
+def confusion_table(name: str, found: Held) -> Table:
+    """Requests by the oracle's mode (rows) and the chosen one (columns)."""
+    table = Table(title=f"{name}: requests by the oracle's mode and the chosen one, held out")
+    table.add_column("oracle")
+    chosen = sorted({choice for _, choice in found.confusion})
+    for mode in chosen:
+        table.add_column(mode, justify="right")
+    for best in sorted({best for best, _ in found.confusion}):
+        table.add_row(best, *(f"{found.confusion.get((best, choice), 0):.0f}" for choice in chosen))
+    return table
+
+
+def judge_all(data: Dataset, learners: Sequence[str], console: Console) -> dict[str, Held]:
+    """The oracle, every mode used throughout, and each learner held out, without and with live signals."""
+    constraints = Constraints()
+    found = static_choices(data, constraints)
+    for learner in learners:
+        for live in (False, True):
+            name = f"{learner}, {'live signals too' if live else 'features of the paper'}"
+            with console.status(name):
+                try:
+                    found[name] = cross_validate(learner, data, constraints, live=live)
+                except NothingToLearn as error:
+                    console.print(f"{learner}: {error}", style="yellow", markup=False)
+                    return found
+    return found
+
+
+def _as_json(found: Mapping[str, Held]) -> dict[str, Any]:
+    """Confusion as a list: JSON has no pairs for keys."""
+    return {
+        name: dataclasses.asdict(item)
+        | {
+            "confusion": [
+                {"oracle": best, "chosen": choice, "requests": count}
+                for (best, choice), count in sorted(item.confusion.items())
+            ]
+        }
+        for name, item in found.items()
+    }
+
+
+def _exported_table(found: Mapping[str, Exported]) -> Table:
+    table = Table(title=f"Exported models; a decision may take {DECISION_MAX_US:g} us")
+    table.add_column("")
+    for name in ("p50 us", "p99 us", "KiB", "same choice as scikit-learn"):
+        table.add_column(name, justify="right")
+    for name, item in found.items():
+        slow = "" if item.p50_us <= DECISION_MAX_US else " (too slow)"
+        table.add_row(
+            name,
+            f"{item.p50_us:.1f}{slow}",
+            f"{item.p99_us:.1f}",
+            f"{item.bytes / 1024:.0f}",
+            f"{100 * item.agreement:.1f} %",
+        )
+    return table
+
+
+def _describe(name: str, data: Dataset, console: Console) -> None:
+    requests = float(data.weights().sum())
+    points = len({example.vector for example in data.examples})
+    console.print(
+        f"{name}: {requests:.0f} requests, {points} different feature vectors, {len(set(data.groups))} groups, "
+        f"modes {', '.join(data.modes)}",
+        markup=False,
+    )
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `train`."""
+
+    @app.command("train")
+    def train(
+        data: Annotated[Path | None, typer.Argument(help="training.jsonl; the paper's table without it.")] = None,
+        model: Annotated[str | None, typer.Option(help="Model that was measured, as the profile names it.")] = None,
+        hardware: Annotated[str | None, typer.Option(help="Hardware that was measured on.")] = None,
+        reference: Annotated[str, typer.Option(help="Mode that energy is constrained by.")] = "fp16",
+        learner: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(LEARNERS)}; all by default.")] = None,
+        confusion: Annotated[bool, typer.Option(help="Show the confusion matrices.")] = True,
+        out: Annotated[Path, typer.Option(help="Folder for the models and train.json.")] = Path("results/train"),
+    ) -> None:
+        """Train routers on measured modes, judge them on unseen prompts, export them for the policy `learned`."""
+        console = Console()
+        learners = learner or list(LEARNERS)
+        if unknown := set(learners) - set(LEARNERS):
+            raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(LEARNERS)}")
+        if data is not None and (model is None or hardware is None):
+            raise typer.BadParameter("a model is trained for one --model on one --hardware: name both")
+        try:
+            used = paper_dataset(load_tables()) if data is None else read_training(data, reference)
+            out.mkdir(parents=True, exist_ok=True)
+            _describe("the paper's table" if data is None else str(data), used, console)
+            held = judge_all(used, learners, console)
+            console.print(held_table("Held out by prompt group; the oracle and fixed modes see everything", held))
+            for name in held if confusion else ():
+                if name.partition(",")[0] in LEARNERS:
+                    console.print(confusion_table(name, held[name]))
+            exported = _export_all(used, learners, out, model or PAPER_MODEL, hardware or PAPER_HARDWARE, console)
+            console.print(_exported_table(exported))
+            write_json(
+                out / "train.json",
+                {
+                    "command": "train",
+                    "data": str(data or "paper"),
+                    "reference": used.reference,
+                    "held": _as_json(held),
+                    "exported": {name: item._asdict() | {"path": str(item.path)} for name, item in exported.items()},
+                },
+            )
+        except (TrainingDataUnusable, TablesDamaged, PredictorRefused, ImportError) as error:
+            console.print(f"train: {error}", style="red", markup=False)
+            raise typer.Exit(2) from error
+        except OSError as error:
+            console.print(f"train: cannot write {out}: {error.strerror or error}", style="red", markup=False)
+            raise typer.Exit(2) from error
+        console.print(f"{out} holds the models and train.json; set knowledge.trained_model to one.", markup=False)
+
+
+def _export_all(
+    data: Dataset, learners: Sequence[str], out: Path, model: str, hardware: str, console: Console
+) -> dict[str, Exported]:
+    """Fits on all examples: the held-out figures say how such a router fares, the exported one has seen everything."""
+    found: dict[str, Exported] = {}
+    for name in learners:
+        with console.status(f"exporting {name}"):
+            try:
+                fitted = fit(name, data, data.features(), Constraints())
+            except NothingToLearn as error:
+                console.print(f"{name}: {error}", style="yellow", markup=False)
+                continue
+            found[name] = write_model(out / f"{name}.onnx", fitted, data, model=model, hardware=hardware)
+    return found
