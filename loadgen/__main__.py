@@ -18,6 +18,8 @@ COMMAND_MODULES = (
     "calibrate",
     "compare",
     "decision_bench",
+    "quality",
+    "train",
     "null_server",
 )
 

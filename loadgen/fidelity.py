@@ -1,0 +1,224 @@
+"""How far a mode strays from the reference on given text: KL, perplexity and agreement, teacher-forced.
+
+Every mode reads the same text and says how probable it found each token, so one prompt gives hundreds of paired
+observations; a small model, whose right answers are near chance, is resolved all the same.
+"""
+
+import asyncio
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from math import exp, log
+from statistics import fmean
+from typing import Any
+
+import aiohttp
+
+from loadgen.client import COMPLETION_PATH, OpenAIClient, ServerFault, classify
+from loadgen.quality_gate import Divergence
+from loadgen.records import Outcome
+
+TOP_TOKENS = 20  # vLLM's own limit of log-probabilities per position
+
+_TEXT_CHARACTERS = 1200
+# Long docstrings, and nothing happens on import.
+_MODULES = """
+argparse ast asyncio bisect calendar codecs collections concurrent.futures contextlib csv ctypes.util dataclasses
+datetime decimal difflib dis email.message enum fractions functools gettext hashlib heapq http.client inspect
+ipaddress itertools json locale logging mailbox math multiprocessing optparse os pathlib pickle pickletools platform
+random re sched shutil smtplib socket sqlite3 statistics string struct subprocess tarfile tempfile textwrap threading
+timeit tokenize traceback typing unittest urllib.parse uuid weakref zipfile
+"""
+
+
+class FidelityUnavailable(Exception):
+    """The server gives no log-probabilities of a prompt; the message says what it answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One position of a text as a model saw it. `top` is by token id; probabilities are natural logarithms."""
+
+    token_id: int
+    logprob: float
+    top: Mapping[int, float]
+
+    @property
+    def greedy_id(self) -> int:
+        return max(self.top, key=lambda token_id: self.top[token_id])
+
+
+@dataclass(frozen=True, slots=True)
+class TextFidelity:
+    """A mode against the reference on text number `text`; means over its tokens."""
+
+    mode: str
+    text: int
+    tokens: int
+    kl_nats: float
+    covered: float  # share of the reference's probability on the tokens that were compared one by one
+    delta_logprob: float  # mode minus reference, of the text's own tokens
+    delta_logprob_abs: float
+    greedy_agreement: float  # share of positions with the same most probable token
+
+    @property
+    def perplexity_ratio(self) -> float:
+        """The mode's perplexity of the text over the reference's."""
+        return exp(-self.delta_logprob)
+
+    @property
+    def divergence(self) -> Divergence:
+        return Divergence(self.kl_nats, self.covered)
+
+
+async def measure_fidelity(
+    client: OpenAIClient,
+    served: str,
+    reference_mode: str,
+    modes: Sequence[str],
+    texts: Sequence[str],
+    *,
+    concurrency: int = 2,
+    on_text: Callable[[TextFidelity], None] | None = None,
+) -> list[TextFidelity]:
+    """Compares every mode with the reference on every text.
+
+    served: the model's name without a mode. on_text: called with each result at once, so that an interruption loses
+    none. Raises FidelityUnavailable, and ServerFault with the server's words.
+    """
+    found: list[TextFidelity] = []
+    slots = asyncio.Semaphore(concurrency)
+
+    async def one(index: int, text: str) -> None:
+        async with slots:
+            reference = await read_text(client, f"{served}:{reference_mode}", text)
+            for mode in modes:
+                result = compare(mode, index, reference, await read_text(client, f"{served}:{mode}", text))
+                found.append(result)
+                if on_text is not None:
+                    on_text(result)
+
+    tasks = [asyncio.ensure_future(one(index, text)) for index, text in enumerate(texts)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return found
+
+
+async def read_text(client: OpenAIClient, model: str, text: str) -> list[Token]:
+    """Every token of `text` but the first, which nothing precedes, as `model` sees it.
+
+    Raises FidelityUnavailable for an answer without vLLM's `prompt_logprobs`, and ServerFault.
+    """
+    body = {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": TOP_TOKENS}
+    answer = await post_json(client, COMPLETION_PATH, body)
+    try:
+        rows = answer["choices"][0]["prompt_logprobs"]
+        # vLLM puts the token that stands in the text first, then the most probable ones.
+        tokens = [_token({int(key): float(item["logprob"]) for key, item in row.items()}) for row in rows if row]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise FidelityUnavailable(
+            f"{client.base_url}: {model} answers without usable prompt_logprobs ({type(error).__name__}: {error})"
+        ) from error
+    if not tokens:
+        raise FidelityUnavailable(f"{client.base_url}: {model} gives no log-probabilities for a prompt")
+    return tokens
+
+
+def _token(seen: Mapping[int, float]) -> Token:
+    actual = next(iter(seen))
+    return Token(actual, seen[actual], seen)
+
+
+def compare(mode: str, text: int, reference: Sequence[Token], other: Sequence[Token]) -> TextFidelity:
+    """Raises FidelityUnavailable when the two did not read the same tokens."""
+    if [token.token_id for token in reference] != [token.token_id for token in other]:
+        raise FidelityUnavailable(f"{mode} cuts text {text} into other tokens than the reference: no pairs")
+    divergences = [bucketed_kl(left.top, right.top) for left, right in zip(reference, other, strict=True)]
+    deltas = [right.logprob - left.logprob for left, right in zip(reference, other, strict=True)]
+    return TextFidelity(
+        mode=mode,
+        text=text,
+        tokens=len(deltas),
+        kl_nats=fmean(item.kl_nats for item in divergences),
+        covered=fmean(item.covered for item in divergences),
+        delta_logprob=fmean(deltas),
+        delta_logprob_abs=fmean(abs(delta) for delta in deltas),
+        greedy_agreement=fmean(left.greedy_id == right.greedy_id for left, right in zip(reference, other, strict=True)),
+    )
+
+
+def bucketed_kl(reference: Mapping[int, float], other: Mapping[int, float]) -> Divergence:
+    """KL(reference || other) over the tokens that both list, the rest being one bucket.
+
+    Merging outcomes never raises a KL (data processing inequality), so this is a lower bound, and a close one where
+    `covered` is near 1. Source: Cover and Thomas, Elements of Information Theory, section 2.8.
+    """
+    shared = reference.keys() & other.keys()
+    p = [exp(reference[key]) for key in shared]
+    q = [exp(other[key]) for key in shared]
+    covered = min(1.0, sum(p))
+    # Rounding leaves sums a little off 1; the floor keeps the rest bucket from dividing by nothing.
+    rest_p, rest_q = max(1.0 - sum(p), 0.0), max(1.0 - sum(q), 1e-9)
+    terms = [left * (log(left) - log(right)) for left, right in zip(p, q, strict=True) if left > 0 and right > 0]
+    rest = rest_p * log(rest_p / rest_q) if rest_p > 0 else 0.0
+    return Divergence(max(0.0, sum(terms) + rest), covered)
+
+
+def stdlib_texts(count: int) -> list[str]:
+    """Passages from docstrings of Python's library, the same ones on one version of Python.
+
+    They belong to no data set and no calibration: the quantizer's own passages are from the language reference.
+    """
+    return list(islice(_passages(), count))
+
+
+def _passages() -> Iterator[str]:
+    seen: set[str] = set()
+    for name in _MODULES.split():
+        if name.partition(".")[0] not in sys.stdlib_module_names:
+            continue
+        try:
+            module = import_module(name)
+        except ImportError:  # a Python built without it, such as one without tkinter
+            continue
+        parts = [f"{item}: {words}" for item, words in _docstrings(module) if words not in seen]
+        seen.update(words for _, words in _docstrings(module))
+        text = "\n\n".join(parts)
+        for start in range(0, len(text) - _TEXT_CHARACTERS, _TEXT_CHARACTERS):
+            yield text[start : start + _TEXT_CHARACTERS]
+
+
+def _docstrings(module: Any) -> Iterator[tuple[str, str]]:
+    for name, value in sorted(vars(module).items()):
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__:
+            words = inspect.getdoc(value)
+            if words and len(words) > 100:
+                yield name, words
+
+
+async def post_json(client: OpenAIClient, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole JSON answer to a request that is not timed. Raises ServerFault with the outcome and the words."""
+    url = client.base_url + path
+    try:
+        async with client.session.post(url, json=body) as response:
+            content = await response.read()
+    except (aiohttp.ClientError, OSError) as error:
+        raise ServerFault(classify(error), f"{url}: {type(error).__name__}: {error}".rstrip(": ")) from error
+    if not 200 <= response.status < 300:
+        words = content[:300].decode(errors="replace")
+        raise ServerFault(Outcome.HTTP_ERROR, f"{url}: HTTP {response.status}: {words}")
+    try:
+        answer = json.loads(content)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise ServerFault(Outcome.NOT_JSON, f"{url}: not a JSON object: {content[:80]!r}")
+    return answer

@@ -1,0 +1,308 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from pydantic import TypeAdapter
+
+from app.routing.profile import GateOutcome, QualityEvidence
+from app.routing.tags import Tag
+from loadgen.benchmarks import (
+    BenchmarkUnreadable,
+    Marking,
+    Question,
+    last_number,
+    most_probable,
+    number_right,
+    read_questions,
+)
+from loadgen.lm_eval_samples import SamplesUnreadable, Source, pair_samples
+from loadgen.questioning import scopes_of
+from tests.loadgen.conftest import finished, lines_in, serve
+
+
+def choice(index: int, **more: Any) -> dict[str, Any]:
+    return {
+        "id": f"c{index}",
+        "prompt": f"Which of these is number {index}?\nA. one\nB. two",
+        "reference": "A",
+        "valid_labels": ["A", "B"],
+        "benchmark_suite": "choices",
+        "evaluation_mode": "multiple_choice_accuracy",
+    } | more
+
+
+def number(index: int) -> dict[str, Any]:
+    return {
+        "id": f"n{index}",
+        "prompt": f"What is {index} and 1?",
+        "reference": str(index + 1),
+        "evaluation_mode": "final_answer_exact_match",
+    }
+
+
+def free(index: int) -> dict[str, Any]:
+    return {
+        "id": f"t{index}",
+        "prompt": f"Tell me of {index}.",
+        "reference": "a word",
+        "evaluation_mode": "external_judge",
+    }
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_reads_draws_and_names_questions(tmp_path: Path) -> None:
+    files = [
+        write(tmp_path / "c.jsonl", [choice(index) for index in range(9)]),
+        write(tmp_path / "n.jsonl", [number(1)]),
+    ]
+    found = read_questions(files, limit=3)
+    assert [question.suite for question in found] == ["choices"] * 3 + ["n"]
+    assert found == read_questions(files, limit=3)
+    assert found[0].chance == 0.5
+    assert found[0].tag is Tag.MULTIPLE_CHOICE
+    assert found[3].tag is Tag.MATHEMATICS
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("{", "line 2"),
+        ("[]", "line 2"),
+        ('{"id": 1}', "evaluation_mode"),
+        (json.dumps(choice(1, reference="Z")), "valid_labels"),
+        (json.dumps(number(1) | {"reference": "none"}), "no number"),
+        (json.dumps(number(1) | {"evaluation_mode": "odd"}), "odd"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, why: str) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps(number(1)) + "\n" + line + "\n")
+    with pytest.raises(BenchmarkUnreadable, match=why):
+        read_questions([path])
+
+
+def test_a_missing_an_empty_and_a_binary_file(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name in ("missing", "empty", "binary"):
+        with pytest.raises(BenchmarkUnreadable, match=name):
+            read_questions([tmp_path / name])
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [("it is 1,234.", 1234), ("#### -7", -7), ("3 then 4.50", 4.5), ("none", None), ("$12.", 12), ("10,", 10)],
+)
+def test_last_number(text: str, wanted: float | None) -> None:
+    assert last_number(text) == wanted
+
+
+def test_number_right_and_the_most_probable_label() -> None:
+    question = Question("", "", "", Marking.NUMBER, "1200")
+    assert number_right(question, "So the answer is 1,200.0")
+    assert not number_right(question, "I do not know")
+    assert most_probable(("A", "B"), {" A": -2.0, "B": -1.0, "A": -3.0, "The": -0.1}) == "B"
+    assert most_probable(("A", "B"), {"The": -0.1}) is None
+
+
+def test_scopes_are_suite_tag_and_class() -> None:
+    question = Question("", "gsm8k", "", Marking.NUMBER, "1")
+    assert scopes_of(question, None, 256) == ("gsm8k", "mathematics")
+    assert scopes_of(question, 100, 256) == ("gsm8k", "mathematics", "decode_heavy")
+
+
+def top(**logprobs: float) -> dict[str, Any]:
+    return {"choices": [{"text": "A", "logprobs": {"top_logprobs": [logprobs]}}], "usage": {"prompt_tokens": 20}}
+
+
+async def _complete(request: web.Request) -> web.Response:
+    """`fp16` and `same` are right, `worse` is wrong on every second question and strays, `dead` answers 500."""
+    body = await request.json()
+    mode = body["model"].partition(":")[2]
+    if mode == "dead":
+        return web.json_response({"error": {"message": "the engine died"}}, status=500)
+    if "prompt_logprobs" in body:
+        seen = {"1": {"logprob": -2.0 if mode == "worse" else -0.1}, "2": {"logprob": -2.5}}
+        return web.json_response({"choices": [{"prompt_logprobs": [None, seen, seen]}]})
+    wrong = mode == "worse" and int(body["prompt"].split("number ")[1].split("?")[0]) % 2
+    return web.json_response(top(A=-2.0, B=-1.0) if wrong else top(A=-1.0, B=-2.0))
+
+
+async def _chat(request: web.Request) -> web.Response:
+    body = await request.json()
+    if body["model"].endswith(":dead"):
+        return web.Response(text="<html>")
+    words = body["messages"][0]["content"]
+    text = f"{int(words.split()[2]) + 1}" if words.startswith("What is") else "a word"
+    if body["model"].endswith(":worse"):
+        text = "0 other"
+    return web.json_response({"choices": [{"message": {"content": text}}], "usage": {"prompt_tokens": 9}})
+
+
+async def _modes(request: web.Request) -> web.Response:
+    rows = [{"id": "fp16", "state": "ready", "lossless": True}]
+    rows += [{"id": name, "state": "ready", "lossless": False} for name in ("same", "worse")]
+    return web.json_response({"data": [*rows, {"id": "late", "state": "starting", "lossless": False}]})
+
+
+async def _models(request: web.Request) -> web.Response:
+    return web.json_response({"data": [{"id": "m"}]})
+
+
+@pytest.fixture
+async def url() -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/v1/completions", _complete)
+    app.router.add_post("/v1/chat/completions", _chat)
+    app.router.add_get("/v1/modes", _modes)
+    app.router.add_get("/v1/models", _models)
+    server = await serve(app)
+    yield str(server.make_url("")).rstrip("/")
+    await server.close()
+
+
+def command(*more: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "loadgen", "quality", *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"COLUMNS": "160"},
+    )
+
+
+@pytest.mark.timeout(120)
+async def test_the_command_judges_modes(url: str, tmp_path: Path) -> None:
+    pytest.importorskip("rouge_score")
+    files = [
+        write(tmp_path / "c.jsonl", [choice(index) for index in range(300)]),
+        write(tmp_path / "n.jsonl", [number(index) for index in range(30)]),
+        write(tmp_path / "t.jsonl", [free(index) for index in range(3)]),
+    ]
+    out = tmp_path / "out"
+    process = command(*map(str, files), "--base-url", url, "--texts", "20", "--out", str(out), "--concurrency", "8")
+    words = await finished(process)
+    assert process.returncode == 0, words
+    found = TypeAdapter(list[QualityEvidence]).validate_json((out / "quality.json").read_bytes())
+    by_key = {(item.mode, item.scope): item for item in found}
+    assert len(by_key) == len(found)
+    assert {item.mode for item in found} == {"same", "worse"}
+    same = by_key["same", "multiple_choice"]
+    assert (same.outcome, same.metric, same.samples) == (GateOutcome.PASS, "accuracy_points", 300)
+    worse = by_key["worse", "multiple_choice"]
+    assert (worse.outcome, worse.delta) == (GateOutcome.FAIL, pytest.approx(-50))
+    # 30 questions say nothing of accuracy; 20 texts that read alike do.
+    assert by_key["same", "mathematics"].metric == "kl_nats_per_token"
+    assert by_key["same", "none"].outcome is GateOutcome.PASS
+    assert by_key["worse", "none"].outcome is GateOutcome.FAIL
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["complete"]
+    assert summary["likeness"]["same"]["same greedy text"]["mean"] == 1
+    assert summary["likeness"]["worse"]["ROUGE-L to the right answer, change"]["mean"] == pytest.approx(-1)
+    lines = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    assert len(lines) == 333 * 3
+    assert not any("text" in line or "prompt" in line for line in lines)
+
+
+@pytest.mark.timeout(60)
+async def test_a_mode_that_fails_makes_no_pairs(url: str, tmp_path: Path) -> None:
+    file, out = write(tmp_path / "c.jsonl", [choice(index) for index in range(4)]), tmp_path / "out"
+    process = command(str(file), "--base-url", url, "--mode", "dead", "--texts", "0", "--out", str(out))
+    words = await finished(process)
+    assert process.returncode == 0
+    assert "the engine died" in words
+    assert json.loads((out / "quality.json").read_text()) == []
+
+
+@pytest.mark.timeout(60)
+async def test_errors_are_said_plainly(url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    question = write(tmp_path / "c.jsonl", [choice(1)])
+    for arguments, why in (
+        (["--base-url", "http://127.0.0.1:9", "--texts", "1", "--out", str(tmp_path / "o")], "127.0.0.1:9"),
+        ([str(tmp_path / "none.jsonl"), "--base-url", url], "cannot read"),
+        ([str(question), "--base-url", url, "--texts", "0", "--out", str(tmp_path / "file" / "o")], "cannot write"),
+        (["--samples", "odd"], "MODE:SCOPE=FILE"),
+        (["--base-url", url, "--mode", "dead", "--texts", "1", "--out", str(tmp_path / "o")], "the engine died"),
+    ):
+        process = command(*arguments)
+        words = await finished(process)
+        assert process.returncode == 2, words
+        assert why in " ".join(words.split())
+        assert "Traceback" not in words
+
+
+@pytest.mark.timeout(60)
+async def test_an_interruption_keeps_what_was_answered(tmp_path: Path) -> None:
+    async def slow(request: web.Request) -> web.Response:
+        import asyncio
+
+        await asyncio.sleep(0.05)
+        return await _complete(request)
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", slow)
+    app.router.add_get("/v1/models", _models)
+    server = await serve(app)
+    file, out = write(tmp_path / "c.jsonl", [choice(index) for index in range(1000)]), tmp_path / "out"
+    process = command(
+        str(file), "--base-url", str(server.make_url("")), "--mode", "same", "--texts", "0", "--out", str(out)
+    )
+    await lines_in(out / "answers.jsonl", 6)
+    process.send_signal(signal.SIGINT)
+    words = await finished(process)
+    await server.close()
+    assert process.returncode == 130, words
+    summary = json.loads((out / "summary.json").read_text())
+    assert not summary["complete"]
+    assert summary["measured"][0]["samples"] >= 3
+
+
+def sample(index: int, right: bool, name: str = "acc", **more: Any) -> dict[str, Any]:
+    return {"doc_id": index, "arguments": {"a": 1, "b": 2, "c": 3, "d": 4}, name: float(right)} | more
+
+
+def test_lm_eval_samples_are_paired_by_document(tmp_path: Path) -> None:
+    reference = write(tmp_path / "r.jsonl", [sample(index, True) for index in range(4)])
+    mode = write(tmp_path / "m.jsonl", [sample(index, index > 1) for index in range(1, 6)])
+    found = pair_samples([Source("fp16", "any", reference), Source("gptq", "any", mode)], "fp16")
+    assert [(pair.reference_right, pair.mode_right, pair.chance) for pair in found["gptq", "any"]] == [
+        (True, False, 0.25),
+        (True, True, 0.25),
+        (True, True, 0.25),
+    ]
+
+
+def test_the_flexible_filter_of_lm_eval_is_taken(tmp_path: Path) -> None:
+    rows = [
+        sample(0, right, "exact_match", filter=name)
+        for name, right in (("strict-match", False), ("flexible-extract", True))
+    ]
+    file = write(tmp_path / "r.jsonl", rows)
+    found = pair_samples([Source("fp16", "any", file), Source("gptq", "any", file)], "fp16")
+    assert [(pair.reference_right, pair.chance) for pair in found["gptq", "any"]] == [(True, 0.05)]
+
+
+def test_unusable_samples_are_named(tmp_path: Path) -> None:
+    good = write(tmp_path / "good.jsonl", [sample(0, True)])
+    other = write(tmp_path / "other.jsonl", [sample(7, True)])
+    bad = write(tmp_path / "bad.jsonl", [{"doc_id": 1}])
+    for sources, why in (
+        ([Source("gptq", "any", good)], "no samples of fp16"),
+        ([Source("fp16", "any", other), Source("gptq", "any", good)], "in common"),
+        ([Source("fp16", "any", bad)], "line 1"),
+        ([Source("fp16", "any", tmp_path / "none")], "cannot read"),
+    ):
+        with pytest.raises(SamplesUnreadable, match=why):
+            pair_samples(sources, "fp16")
