@@ -2,6 +2,9 @@
 
 Every mode reads the same text and says how probable it found each token, so one prompt gives hundreds of paired
 observations; a small model, whose right answers are near chance, is resolved all the same.
+
+Text is read in one pass. What a mode loses only while it generates, such as through a compressed KV cache that a
+backend does not use for the prompt itself, shows in answers alone.
 """
 
 import asyncio
