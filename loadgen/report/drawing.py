@@ -101,7 +101,7 @@ def beside(figure: Figure, handles: Sequence[object], title: str, *, where: str 
 
 
 def logarithmic(panel: Axes, low: float, high: float) -> None:
-    """A logarithmic x axis from low to high with plain numbers: powers would need the formulas that are switched off."""
+    """A logarithmic x axis with plain numbers: powers would need the formulas that are switched off."""
     decades = math.log10(high / low)
     steps = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.5 else (1.0, 2.0, 5.0)
     if decades < 0.7:

@@ -78,7 +78,8 @@ def timeline(found: Timeline, name: str) -> Picture:
         grid(panel)
     panels[-1].set_xlabel("time since the start of the run (s)", fontsize=9)
     beside(figure, [Patch(color=colours[mode], label=mode) for mode in modes], "mode")
-    return finish(figure, name, "A run in time: load, modes and power" if known else "A run in time: load and modes", _caption(found, len(known)))
+    title = "A run in time: load, modes and power" if known else "A run in time: load and modes"
+    return finish(figure, name, title, _caption(found, len(known)))
 
 
 def _caption(found: Timeline, known: int) -> str:

@@ -97,7 +97,10 @@ def confusion(folder: Path) -> None:
 
 def training(folder: Path) -> None:
     figures = {"requests": 60.0, "match": 0.6, "latency_capture": 0.95, "speedup": 2.2, "unsafe": 4.0}
-    pairs = [{"oracle": "gptq", "chosen": "int8", "requests": 7.0}, {"oracle": "fp16", "chosen": "gptq", "requests": 2.0}]
+    pairs = [
+        {"oracle": "gptq", "chosen": "int8", "requests": 7.0},
+        {"oracle": "fp16", "chosen": "gptq", "requests": 2.0},
+    ]
     held = {name: {**figures, "confusion": pairs} for name in ("oracle", "tree, features of the paper")}
     write(folder / "train.json", {"command": "train", "reference": "fp16", "held": held})
 
