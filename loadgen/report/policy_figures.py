@@ -84,7 +84,7 @@ def routing(found: Controlled, name: str) -> Picture:
     votes.set_xlabel("(b) one vote per kind of request (kinds)", fontsize=9)
     beside(figure, [Patch(color=colours[mode], label=mode) for mode in modes], "mode")
     words = (
-        f"{found.policy}, {found.setting}, from {found.source}: {len(families)} kinds of requests. Counts, so no interval."
+        f"{found.policy}, {found.setting}, from {found.source}: {len(families)} kinds of requests; counts, no interval."
     )
     return finish(figure, name, f"Modes that the policy '{found.policy}' chose, {found.setting}", words)
 
