@@ -1,4 +1,4 @@
-"""4-bit weights on x86 CPUs without AVX-512, as a vLLM plugin (see `plugin.py`).
+"""4-bit weights on x86 CPUs without AVX-512, as a vLLM plugin (entry point `vllm.general_plugins`).
 
 vLLM's own CPU kernel for 4-bit weights (`CPUWNA16LinearKernel`) is only in its AVX-512 build; on other CPUs an engine
 with GPTQ or AWQ weights would start to load and then fail. PyTorch's int4 matrix product runs on AVX2 as well.
