@@ -76,8 +76,6 @@ class CpuSettings(_Settings):
     cores: str = "all"
     """`all`, or a list as vLLM takes it: `0-3` or `0,2`."""
     reserved_cores: Annotated[int, Field(ge=0)] = 0
-    spin_ms: Annotated[int, Field(ge=0)] = 0
-    """How long an OpenMP thread spins before it sleeps (KMP_BLOCKTIME)."""
     preload: tuple[str, ...] = ("libtcmalloc_minimal.so.4", "libiomp5.so")
     """Shared libraries loaded ahead of the engine's; those not found are left out."""
 

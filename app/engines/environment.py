@@ -38,7 +38,6 @@ def _cpu_environment(cpu: CpuSettings) -> dict[str, str]:
     env = {
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_CPU_NUM_OF_RESERVED_CPU": str(cpu.reserved_cores),
-        "KMP_BLOCKTIME": str(cpu.spin_ms),
     }
     if found := [path for name in cpu.preload if (path := find_library(name))]:
         env["LD_PRELOAD"] = ":".join(found)
