@@ -159,9 +159,7 @@ class DeviceSettings(_Settings):
     """The device that all engines share. `resource` pins them to one node or GPU through a custom Ray resource."""
 
     resource: str | None = None
-    concurrent_starts: Annotated[int, Field(ge=1)] = 1
-    """Engines that start at a time, once the first one is ready. On a GPU more than one would count each other's
-    memory."""
+    lease_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
 
 
 class Settings(_Settings):

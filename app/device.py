@@ -1,4 +1,4 @@
-"""The device lease: how many engines may start on a device at a time, on a GPU one.
+"""The device lease: one engine at a time may start on a device.
 
 Engines that start together count each other's memory, and on a small machine they starve each other. The lease is
 granted in order of asking, records the device's free memory before and after, and is taken back when its holder's
@@ -66,17 +66,15 @@ class _Begun:
 
 
 class Lease:
-    """The queue itself, without Ray: first come, first served, `places` holders at a time."""
+    """The queue itself, without Ray: first come, first served, one holder."""
 
-    def __init__(self, places: int = 1) -> None:
-        self.places = places
+    def __init__(self) -> None:
         self._queue: list[Holder] = []
         self._changed = asyncio.Condition()
 
     @property
-    def holders(self) -> tuple[Holder, ...]:
-        """Those that have it now, longest first."""
-        return tuple(self._queue[: self.places])
+    def holder(self) -> Holder | None:
+        return self._queue[0] if self._queue else None
 
     def ask(self, holder: Holder) -> None:
         """Join the queue without waiting. A holder that asks again keeps its place."""
@@ -87,8 +85,8 @@ class Lease:
         """Join the queue and wait for the turn."""
         self.ask(holder)
         async with self._changed:
-            while holder not in self.holders:
-                # No event tells of a foreign process's death, so look at those in front from time to time.
+            while self._queue[0] != holder:
+                # No event tells of a foreign process's death, so look at the one in front from time to time.
                 try:
                     await asyncio.wait_for(self._changed.wait(), _LOOK_AT_HOLDER_EVERY_S)
                 except TimeoutError:
@@ -119,7 +117,6 @@ class Device:
         self._platform = settings.platform
         self._first = settings.engine_specs[0].name
         self._first_asked = asyncio.Event()
-        self._places = settings.device.concurrent_starts
         self._lease = Lease()
         self._before: dict[Holder, _Begun] = {}
 
@@ -138,9 +135,6 @@ class Device:
 
     async def release(self, holder: Holder) -> Reading:
         """Give the lease back; returns the reading at its end and logs what changed."""
-        if holder.name == self._first:
-            # Alone it was ready soonest; the others may share what the machine has.
-            self._lease.places = self._places
         await self._lease.release(holder)
         after = self.read()
         begun = self._before.pop(holder, None)

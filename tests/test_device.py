@@ -28,26 +28,7 @@ async def test_one_at_a_time_in_the_order_of_asking():
     await lease.release(here)
     await asyncio.gather(*tasks)
     assert granted == ["second", "third"]
-    assert lease.holders == ()
-
-
-async def test_two_places_are_two_holders_and_never_more():
-    lease, here = Lease(places=2), Holder.here("0")
-    holders = [Holder(str(number), here.pid, here.created_s) for number in range(6)]
-    inside, most, order = set(), 0, []
-
-    async def take(holder):
-        nonlocal most
-        await lease.acquire(holder)
-        inside.add(holder)
-        order.append(holder)
-        most = max(most, len(inside))
-        await asyncio.sleep(0.001 * (int(holder.name) % 3))
-        inside.discard(holder)
-        await lease.release(holder)
-
-    await asyncio.gather(*map(take, holders))
-    assert (most, order) == (2, holders)
+    assert lease.holder is None
 
 
 async def test_the_lease_of_a_killed_holder_is_taken_back(monkeypatch):
@@ -60,14 +41,14 @@ async def test_the_lease_of_a_killed_holder_is_taken_back(monkeypatch):
     child.kill()
     child.wait()
     await asyncio.wait_for(waiting, 5)
-    assert lease.holders == (next_one,)
+    assert lease.holder == next_one
 
 
 async def test_releasing_what_one_does_not_hold_changes_nothing():
     lease, here = Lease(), Holder.here("holder")
     await lease.acquire(here)
     await lease.release(Holder("stranger", 1, 0.0))
-    assert lease.holders == (here,)
+    assert lease.holder == here
 
 
 def test_a_reused_process_id_is_not_the_holder():
@@ -91,20 +72,6 @@ async def test_the_first_engine_of_the_configuration_goes_first():
     await take(Holder("fp16", here.pid, here.created_s))
     await asyncio.gather(*others)
     assert granted == ["fp16", "gptq", "int8"]
-
-
-async def test_the_others_share_once_the_first_is_ready():
-    device, here = Device(load_settings({"preset": "cpu"})), Holder.here("fp16")
-    await device.acquire(here)
-    others = [Holder(name, here.pid, here.created_s) for name in ("int8", "gptq", "speculative")]
-    waiting = [asyncio.create_task(device.acquire(holder)) for holder in others]
-    await asyncio.sleep(0.01)
-    assert not any(task.done() for task in waiting)
-    await device.release(here)
-    await asyncio.sleep(0.01)
-    assert [task.done() for task in waiting] == [True, True, False]
-    for task in waiting:
-        task.cancel()
 
 
 async def test_the_others_do_not_wait_for_a_first_engine_that_does_not_come(monkeypatch):
