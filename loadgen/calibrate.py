@@ -15,13 +15,13 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from app.routing.mode_info import ModeInfo
 from app.routing.profile import SCHEMA_VERSION, Profile, ProfileRefused, QualityEvidence, parse_profile
 from app.routing.settings import RoutingSettings
+from app.routing.tags import Tag
+from loadgen.calibration_gate import evidence_of, lossy_engines, read_texts, reference_of
 from loadgen.calibration_plan import (
     FULL_GRIDS,
     QUICK_GRIDS,
-    Engine,
     Grid,
     choose_grid,
     expected_s,
@@ -31,17 +31,21 @@ from loadgen.calibration_plan import (
 from loadgen.calibration_trials import Calibrator, TrialFailed
 from loadgen.client import OpenAIClient, ServerFault
 from loadgen.energy_facts import INCLUDE, EnergySource, offers_energy
+from loadgen.fidelity import TextFidelity
 from loadgen.fitting import EngineSamples, interference, modes_of_profile
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.profile_answer import answer, table_of, words_of
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.recipe import RecipeRefused, load_recipe
+from loadgen.served_modes import Served, read_served
 from loadgen.server_facts import NothingServed, first_model, tokenizer_folder
 from loadgen.servers import write_json
 
 _QUICK_BUDGET_S, _FULL_BUDGET_S = 540.0, 3300.0
 _QUICK_ROUNDS, _FULL_ROUNDS = 5, 10
-_UNKNOWN_CONTEXT_TOKENS = 4096
+_QUICK_TEXTS, _FULL_TEXTS = 24, 80
+_GATE_SHARE = 0.25
+"""Of the budget, at most, for the quality gate."""
 
 
 class CalibrationFailed(Exception):
@@ -60,22 +64,9 @@ class Options:
     hardware: str | None
     tokenizer: Path | None
     seed: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Served:
-    """What the server says it serves: ready modes, their engines, and the names the profile is filed under."""
-
-    modes: tuple[ModeInfo, ...]
-    engines: tuple[Engine, ...]
-    model: str
-    hardware: str
-    longest_tokens: int
-
-    @property
-    def carried(self) -> dict[str, list[str]]:
-        """Modes by engine."""
-        return {one.name: [mode.name for mode in self.modes if mode.engine == one.name] for one in self.engines}
+    gate: bool
+    judged: frozenset[str]
+    """Modes whose quality is known already."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,49 +78,8 @@ class Found:
     grid: Grid | None = None
     rounds: int = 0
     failures: list[str] = dataclasses.field(default_factory=list)
+    texts: list[TextFidelity] = dataclasses.field(default_factory=list)
     energy: EnergySource | None = None
-
-
-def read_served(overview: Mapping[str, Any], model: str | None, hardware: str | None) -> Served:
-    """From `GET /v1/modes`; model and hardware given by the user win.
-
-    Raises NothingServed when no mode is ready, or when a name is neither told nor given.
-    """
-    states = {str(one.get("name")): one for one in overview.get("engines") or () if isinstance(one, dict)}
-    modes = []
-    for one in overview.get("data") or ():
-        if one.get("state") != "ready":
-            continue
-        speculative = bool((one.get("engine_delta") or {}).get("speculative_config")) or _draws_drafts(
-            states.get(str(one.get("engine")), {})
-        )
-        modes.append(
-            ModeInfo(
-                str(one["id"]),
-                str(one.get("engine") or one["id"]),
-                str(one.get("weights") or "fp16"),
-                lossless=bool(one.get("lossless")),
-                prefix_reuse=bool(one.get("prefix_reuse")),
-                speculative=speculative,
-            )
-        )
-    if not modes:
-        raise NothingServed("the server has no mode that is ready")
-    firsts: dict[str, Engine] = {}
-    for mode in modes:
-        firsts.setdefault(mode.engine, Engine(mode.engine, mode.name, mode.speculative))
-    names = {"model": model or overview.get("model"), "hardware": hardware or overview.get("hardware")}
-    for what, name in names.items():
-        if not isinstance(name, str) or not name:
-            raise NothingServed(f"the server does not say its {what}: give --{what} NAME")
-    lengths = [(one.get("engine_args") or {}).get("max_model_len") for one in states.values()]
-    longest = min((int(length) for length in lengths if length), default=_UNKNOWN_CONTEXT_TOKENS)
-    return Served(tuple(modes), tuple(firsts.values()), str(names["model"]), str(names["hardware"]), longest)
-
-
-def _draws_drafts(state: Mapping[str, Any]) -> bool:
-    """A draft model is an engine argument of its own, which the mode's delta need not show."""
-    return bool((state.get("engine_args") or {}).get("speculative_config"))
 
 
 async def _measure(options: Options, found: Found, console: Console) -> None:
@@ -149,6 +99,8 @@ async def _measure(options: Options, found: Found, console: Console) -> None:
         found.samples = calibrator.samples
         with console.status(f"warm-up of {len(engines)} engines"):
             pace = await calibrator.warm_up()
+        if options.gate:
+            await _gate(options, served, asker, name, found, console)
         left_s = options.budget_s - (time.perf_counter() - began)
         grids = FULL_GRIDS if options.full else QUICK_GRIDS
         grid = found.grid = choose_grid(served.engines, grids, pace, left_s, served.longest_tokens)
@@ -177,27 +129,41 @@ async def _measure(options: Options, found: Found, console: Console) -> None:
                 await calibrator.note_memory()
 
 
+async def _gate(
+    options: Options, served: Served, client: OpenAIClient, name: str, found: Found, console: Console
+) -> None:
+    """Evidence on lossy modes that have none; a server that cannot give it is told and costs nothing else."""
+    lossy = lossy_engines(served.modes, options.judged)
+    reference = reference_of(served.modes, RoutingSettings().reference_mode)
+    if not lossy or reference is None:
+        return
+    count = _FULL_TEXTS if options.full else _QUICK_TEXTS
+    with console.status(f"quality of {', '.join(lossy)} against {reference} on {count} texts"):
+        why = await read_texts(client, name, reference, list(lossy), count, _GATE_SHARE * options.budget_s, found.texts)
+    if why is not None:
+        console.print(why, style="yellow", markup=False)
+
+
 def _words(task: Any) -> str:
     return " ".join(
         str(value) for value in (type(task).__name__.removesuffix("Task").lower(), *dataclasses.astuple(task))
     )
 
 
-def read_quality(path: Path) -> list[dict[str, Any]]:
+def read_quality(path: Path) -> list[QualityEvidence]:
     """A file with a list of quality evidence. Raises CalibrationFailed when it is missing or malformed."""
     try:
-        evidence = TypeAdapter(list[QualityEvidence]).validate_json(path.read_bytes())
+        return TypeAdapter(list[QualityEvidence]).validate_json(path.read_bytes())
     except OSError as error:
         raise CalibrationFailed(f"cannot read {path}: {error.strerror or error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise CalibrationFailed(f"{path} is no list of quality evidence, at {place}: {first['msg']}") from error
-    return [one.model_dump(mode="json") for one in evidence]
 
 
 def make_profile(
-    served: Served, samples: Mapping[str, EngineSamples], quality: Sequence[Mapping[str, Any]], measured_at: str
+    served: Served, samples: Mapping[str, EngineSamples], quality: Sequence[QualityEvidence], measured_at: str
 ) -> Profile:
     """The profile, checked as the controller checks it. Raises CalibrationFailed where nothing usable was measured."""
     modes = modes_of_profile(served.engines, served.carried, samples)
@@ -210,7 +176,7 @@ def make_profile(
         "measured_at": measured_at,
         "modes": modes,
         "interference": interference(samples),
-        "quality": list(quality),
+        "quality": [one.model_dump(mode="json") for one in quality],
     }
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=4).hexdigest()
     content["version"] = f"{measured_at[:10]}-{digest}"
@@ -218,11 +184,20 @@ def make_profile(
     return parse_profile(json.dumps(content), model=served.model, hardware=served.hardware)
 
 
+def _quality_words(one: QualityEvidence) -> str:
+    figures = "" if one.delta is None or one.low is None else f" ({one.metric} {one.delta:.4f}, at least {one.low:.4f})"
+    scope = "text without a tag" if one.scope == Tag.NONE else one.scope
+    return f"Quality of {one.mode} on {scope}: {one.outcome.value.replace('_', ' ')}{figures}."
+
+
 def _report(found: Found, profile: Profile, options: Options, recipe_name: str, console: Console) -> None:
     served = found.served
     assert served is not None
     told = answer(profile, served.modes, load_recipe(recipe_name), RoutingSettings())
     console.print(table_of(told))
+    for one in profile.quality:
+        if one.mode in served.lossy:
+            console.print(_quality_words(one), markup=False)
     for sentence in words_of(told):
         console.print(sentence, markup=False)
     missing = [one.name for one in served.engines if not found.samples[one.name].usable]
@@ -251,19 +226,22 @@ def register(app: typer.Typer) -> None:
         model: Annotated[str | None, typer.Option(help="Model name, where the server does not tell it.")] = None,
         hardware: Annotated[str | None, typer.Option(help="Hardware name, where the server does not tell it.")] = None,
         tokenizer: Annotated[Path | None, typer.Option(help="Model folder; the server's by default.")] = None,
+        gate: Annotated[bool, typer.Option(help="Judge lossy modes that --quality says nothing of.")] = True,
         seed: int = 0,
     ) -> None:
         """Measure every mode, write the profile that routing reads, and say whether routing is worth it here."""
         console = Console()
         budget = budget_s or (_FULL_BUDGET_S if full else _QUICK_BUDGET_S)
-        options = Options(base_url, full, budget, out, model, hardware, tokenizer, seed)
         found = Found()
         try:
             evidence = [] if quality is None else read_quality(quality)
             load_recipe(recipe)
+            judged = frozenset(one.mode for one in evidence)
+            options = Options(base_url, full, budget, out, model, hardware, tokenizer, seed, gate, judged)
             interrupted = run_interruptible(_measure(options, found, console))
             if found.served is None:
                 raise CalibrationFailed("interrupted before anything was measured")
+            evidence += evidence_of(found.texts, lossy_engines(found.served.modes, judged))
             profile = make_profile(
                 found.served, found.samples, evidence, datetime.now(UTC).isoformat(timespec="seconds")
             )

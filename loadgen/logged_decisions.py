@@ -94,7 +94,7 @@ def rows(path: Path, span: RowRange) -> Iterator[Row]:
         with closing(_open(path)) as connection:
             # Bytes go to the JSON decoder as they are; text would be decoded and encoded again.
             connection.text_factory = bytes
-            query = "SELECT request_id, mode, features, snapshot, decision, context FROM requests WHERE rowid BETWEEN ? AND ?"
+            query = f"SELECT {', '.join(Row._fields)} FROM requests WHERE rowid BETWEEN ? AND ?"
             yield from map(Row._make, connection.execute(query, span))
     except sqlite3.Error as error:
         raise LedgerUnreadable(f"{path} is no ledger that can be read: {error}") from error

@@ -94,7 +94,7 @@ async def _ensure_app(stack: AsyncExitStack, app: OpenAIClient, options: Options
     if await answers(app):
         return
     config = one_mode_config(options.serve_config, options.mode, options.out)
-    console.print(f"nothing answers at {options.base_url}: starting `serve run` of {config}")
+    console.print(f"nothing answers at {options.base_url}: starting it with {config}")
     with console.status("the application starts"):
         await stack.enter_async_context(
             running(

@@ -214,7 +214,7 @@ def _defaults(
     given = [read_profile(path) for path in profiles]
     return Defaults(
         # The one given first predicts the costs, else the one that was in use last.
-        profile=(given or own[::-1] or [None])[0],
+        profile=next(iter([*given, *own[::-1]]), None),
         profiles={profile.version: profile for profile in (*own, *given)},
         settings=None if settings is None else read_settings(settings),
         modes=None if modes is None else read_modes(modes),

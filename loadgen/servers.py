@@ -91,8 +91,8 @@ def one_mode_config(serve_config: Path, mode: str, folder: Path) -> Path:
 
 
 def serve_command(config: Path) -> list[str]:
-    """`serve run` of the Python that runs this program."""
-    return [str(Path(sys.executable).with_name("serve")), "run", str(config)]
+    """The application as `make serve` starts it, with the Python that runs this program."""
+    return [sys.executable, "-m", "app.launch", str(config)]
 
 
 def free_port() -> int:

@@ -56,8 +56,8 @@ async def totals(meter: Accounts, query: Mapping[str, str]) -> dict[str, Any]:
     return {"object": "energy", **account, "meter": state}
 
 
-async def request(meter: Accounts, request_id: str) -> dict[str, Any]:
-    """A request's decision, outcome and joules.
+async def request(meter: Accounts, request_id: str, tenant: str | None = None) -> dict[str, Any]:
+    """A request's decision, outcome and joules; with a `tenant` only of its own requests.
 
     Raises:
         ApiError: 404 for an unknown id, 503 while the meter is out of reach.
@@ -66,7 +66,7 @@ async def request(meter: Accounts, request_id: str) -> dict[str, Any]:
         found = await meter.request(request_id)
     except Exception as error:
         raise _out_of_reach(error) from error
-    if found is None:
+    if found is None or (tenant is not None and (found["record"] or {}).get("tenant") != tenant):
         raise ApiError(404, f"there is no request {request_id[:128]!r} in the ledger", code="request_not_found")
     return {"object": "request", **found}
 

@@ -43,11 +43,14 @@ class Controller:
         self._settings = settings
         self._device = device
         self._model = settings.model.reference
+        self._live = settings.live
+        self._knows_hardware = False
         links = [EngineLink(spec, engines[spec.name]) for spec in settings.engine_specs]
         records = RecordSender(HandlePort(meter))
         self._accounts = HandleAccounts(meter)
         self._service = Service(
-            settings,
+            # Until the files are read, a policy that is made from them cannot decide.
+            settings.model_copy(update={"live": settings.live.model_copy(update={"policy": "cost", "shadows": ()})}),
             links,
             _token_counter(settings),
             Tenants(Keys.load(settings.auth), settings.live.tenants),
@@ -69,18 +72,22 @@ class Controller:
         and the present settings stay.
         """
         try:
-            self._service.change(load_live(self._settings.live, user_config))
+            self._live = load_live(self._settings.live, user_config)
         except ConfigError as error:
             self._service.refuse_settings(str(error))
+            return
+        if self._knows_hardware:
+            self._service.change(self._live)
 
     async def _watch_device(self) -> None:
         """Learn what the hardware is, read the files that fit it, then follow the device's memory."""
-        hardware = None
         while True:
             try:
-                if hardware is None:
+                if not self._knows_hardware:
                     hardware = await self._device.identify.remote()
                     self._service.change(knowledge=read_knowledge(self._settings.knowledge, self._model, hardware))
+                    self._service.change(self._live)
+                    self._knows_hardware = True
                 reading = await self._device.read.remote()
                 self._service.router.device_bytes = (reading.total_bytes, reading.free_bytes)
                 self._service.tell_gauges()

@@ -65,7 +65,9 @@ def create_app(service: Service, meter: Accounts) -> Starlette:
         return JSONResponse(await accounts.totals(meter, request.query_params))
 
     async def one_request(request: Request) -> Response:
-        return JSONResponse(await accounts.request(meter, request.path_params["name"]))
+        tenant = service.tenants.who(request.headers.get("authorization", ""), "")
+        only_of = tenant if service.tenants.keyed else None
+        return JSONResponse(await accounts.request(meter, request.path_params["name"], only_of))
 
     return Starlette(
         routes=[
@@ -75,7 +77,7 @@ def create_app(service: Service, meter: Accounts) -> Starlette:
             Route("/v1/models/{name:path}", guarded(one_model)),
             Route("/v1/modes", guarded(list_modes)),
             Route("/v1/energy", guarded(energy)),
-            Route("/v1/requests/{name}", guarded(one_request)),
+            Route("/v1/requests/{name}", one_request),
             Route("/health", alive),
             Route("/health/ready", ready),
             Route("/admin/reset_prefix_cache", guarded(reset_prefix_cache), methods=["POST"]),

@@ -30,9 +30,9 @@ class EventStream(Response):
         # An empty body was measured by the base class, and a stream has no length.
         del self.headers["content-length"]
         self._frames = frames
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         writing = asyncio.ensure_future(self._write(send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -42,11 +42,19 @@ class EventStream(Response):
         finally:
             await _cancel(writing)
             await _cancel(leaving)
-            if isinstance(self._frames, AsyncGenerator):
-                await self._frames.aclose()
+            await self._close()
+
+    async def _close(self) -> None:
+        """Close the source. One that was never begun would not notice, so it is begun first."""
+        if isinstance(self._frames, AsyncGenerator):
+            if not self._begun:
+                await anext(self._frames, None)
+            await self._frames.aclose()
 
     async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for frame in self._frames:
+            self._begun = True
             await send({"type": "http.response.body", "body": frame.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -93,6 +93,11 @@ class Tenants:
         if not keys:
             log.warning("API keys are off: everybody who reaches this server may use it")
 
+    @property
+    def keyed(self) -> bool:
+        """API keys are on."""
+        return bool(self._keys)
+
     def limit(self, limits: Mapping[str, TenantLimits], now_s: float) -> None:
         """New limits; a budget whose figures did not change keeps what was used of it."""
         for tenant, limit in limits.items():

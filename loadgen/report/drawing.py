@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from textwrap import fill
+from typing import Any, Literal
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -72,7 +73,7 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
     return {name: known.get(name) or free[others.index(name) % len(free)] for name in wanted}
 
 
-def new_figure(rows: int, columns: int, inch_high: float, **more: object) -> tuple[Figure, list[Axes]]:
+def new_figure(rows: int, columns: int, inch_high: float, **more: Any) -> tuple[Figure, list[Axes]]:
     """A figure of the page's width and its panels, row by row."""
     figure = Figure(figsize=(INCH_WIDE, inch_high), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, **more)
@@ -84,7 +85,7 @@ def new_figure(rows: int, columns: int, inch_high: float, **more: object) -> tup
     return figure, axes
 
 
-def grid(panel: Axes, axis: str = "both") -> None:
+def grid(panel: Axes, axis: Literal["both", "x", "y"] = "both") -> None:
     panel.grid(visible=True, axis=axis, color=_GRID, linewidth=0.6)
 
 
@@ -103,7 +104,7 @@ def beside(figure: Figure, handles: Sequence[object], title: str, *, where: str 
 def logarithmic(panel: Axes, low: float, high: float) -> None:
     """A logarithmic x axis with plain numbers: powers would need the formulas that are switched off."""
     decades = math.log10(high / low)
-    steps = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.5 else (1.0, 2.0, 5.0)
+    steps: tuple[float, ...] = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.5 else (1.0, 2.0, 5.0)
     if decades < 0.7:
         steps = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
     panel.set_xscale("log")

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from loadgen.report.drawing import Picture, beside, colours_of, finish, grid, logarithmic, new_figure
@@ -69,7 +70,7 @@ def timeline(found: Timeline, name: str) -> Picture:
     lines = [_in_flight([item for item in found.requests if item.mode == mode], times_s) for mode in modes]
     panels[1].stackplot(times_s, lines, colors=[colours[mode] for mode in modes], step="post")
     panels[1].set_ylabel("requests\nin flight", fontsize=9)
-    panels[1].yaxis.get_major_locator().set_params(integer=True)
+    panels[1].yaxis.set_major_locator(MaxNLocator(integer=True))
     if known:
         panels[2].step(times_s, _power_w(known, times_s), where="post", color="#222222", linewidth=1.2)
         panels[2].set_ylim(bottom=0)
@@ -120,4 +121,5 @@ def _power_w(requests: Sequence[Served], times_s: Floats) -> Floats:
         return np.zeros_like(times_s)
     levels = np.asarray([0.0, *accumulate(watts for _, watts in changes)])
     # Steps up and down do not cancel to the last digit.
-    return np.maximum(0.0, levels[np.searchsorted([at_s for at_s, _ in changes], times_s, "right")])
+    power_w: Floats = np.maximum(0.0, levels[np.searchsorted([at_s for at_s, _ in changes], times_s, "right")])
+    return power_w

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from loadgen.report.drawing import UNKNOWN, Picture, beside, colours_of, finish, grid, logarithmic, new_figure, one
 from loadgen.report.material import Comparison, Confusion, Controlled, Estimate, PolicyRow
@@ -80,7 +81,7 @@ def routing(found: Controlled, name: str) -> Picture:
     votes.set_yticks(range(len(modes)), modes)
     votes.set_ylim(len(modes) - 0.4, -0.6)
     votes.set_xlim(0, 1.12 * max(counted.values(), default=1))
-    votes.xaxis.get_major_locator().set_params(integer=True)
+    votes.xaxis.set_major_locator(MaxNLocator(integer=True))
     votes.set_xlabel("(b) one vote per kind of request (kinds)", fontsize=9)
     beside(figure, [Patch(color=colours[mode], label=mode) for mode in modes], "mode")
     words = (

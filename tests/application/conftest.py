@@ -63,7 +63,7 @@ class Application:
         config["applications"][0]["deployments"] = [{"name": "controller", "user_config": live}]
         file = self.folder / "deployed.yaml"
         file.write_text(yaml.safe_dump(config))
-        # A local Ray cluster protects its dashboard with a token, which its own commands find when told to look for one.
+        # A local Ray cluster protects its dashboard with a token, which its own commands find when told to look.
         subprocess.run(
             [str(Path(sys.executable).with_name("serve")), "deploy", "-a", "http://127.0.0.1:8265", str(file)],
             env={**os.environ, "RAY_AUTH_MODE": "token"},

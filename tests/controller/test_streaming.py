@@ -84,3 +84,20 @@ async def test_a_result_and_a_fault_pass_through():
     assert await unless_gone(Client().receive, asyncio.sleep(0, "done")) == "done"
     with pytest.raises(KeyError):
         await unless_gone(Client().receive, fault())
+
+
+async def test_the_source_is_told_even_if_the_client_left_before_the_first_frame():
+    closed = asyncio.Event()
+
+    async def source():
+        try:
+            yield "a"
+        finally:
+            closed.set()
+
+    async def broken(message):
+        raise ConnectionResetError("the client is gone")
+
+    with pytest.raises(ConnectionResetError):
+        await EventStream(source(), {})({}, Client().receive, broken)
+    assert closed.is_set()

@@ -9,6 +9,7 @@ from app.config import AuthSettings, ConfigError, TenantLimits
 from app.controller.errors import ApiError
 from app.controller.routes import create_app
 from app.controller.tenants import MAX_TENANTS, Keys, Tenants
+from app.wire import EngineState, EngineStatus
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -128,3 +129,34 @@ def test_everything_but_health_wants_a_key(service, meter, engines, records):
     assert client.post(CHAT, json=HELLO, headers=headers).status_code == 200
     (call,) = [call for engine in engines.values() for call in engine.calls]
     assert call.tenant == records.records[-1].tenant == "red"
+
+
+@pytest.mark.parametrize("keys", [Keys({digest("k"): "red"})])
+def test_with_keys_a_tenant_sees_its_own_requests_only(service, meter):
+    client = TestClient(create_app(service, meter))
+    for tenant in ("red", "blue"):
+        meter.requests[tenant] = {"request_id": tenant, "record": {"tenant": tenant}, "energy": {}}
+    headers = {"authorization": "Bearer k"}
+    assert client.get("/v1/requests/red", headers=headers).status_code == 200
+    assert client.get("/v1/requests/blue", headers=headers).status_code == 404
+
+
+def test_a_share_becomes_a_priority_where_the_engine_takes_one(service, meter, engines):
+    client = TestClient(create_app(service, meter))
+    body = {**HELLO, "model": "smollm2-135m-instruct:fp16", "max_tokens": 1000, "priority": -7}
+    fp16 = service.links[0]
+
+    def priorities(tenant, count):
+        before = len(engines["fp16"].calls)
+        for _ in range(count):
+            client.post(CHAT, json=body, headers={"x-modeswitch-tenant": tenant})
+        return [call.body.get("priority") for call in engines["fp16"].calls[before:]]
+
+    assert priorities("heavy", 1) == [None]
+    fp16.status = EngineStatus("fp16", EngineState.READY, 1, engine_args={"scheduling_policy": "priority"})
+    heavy = [service.tenants.admit("heavy", 1000, 1000, 0.0).priority for _ in range(5)]
+    (light,) = priorities("light", 1)
+    (later,) = priorities("heavy", 1)
+    assert -7 not in (light, later)
+    assert light <= later
+    assert heavy == sorted(heavy)

@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from app.energy import check
 
 LONELY = """

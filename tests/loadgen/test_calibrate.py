@@ -1,3 +1,4 @@
+import asyncio
 import json
 import signal
 import subprocess
@@ -8,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from app.routing.mode_info import ModeInfo
 from app.routing.profile import Profile, parse_profile
-from loadgen.calibrate import CalibrationFailed, read_quality, read_served
+from loadgen.calibrate import CalibrationFailed, read_quality
+from loadgen.calibration_gate import evidence_of, lossy_engines, reference_of
 from loadgen.calibration_trials import steady_window_ms, token_ms
+from loadgen.fidelity import TextFidelity
 from loadgen.records import RequestRecord
+from loadgen.served_modes import read_served
 from loadgen.server_facts import NothingServed
 from tests.loadgen.conftest import finished, serve
 from tests.loadgen.fake_modes import FakeApplication, four_engines
@@ -55,6 +60,8 @@ async def test_a_server_of_known_speed_is_recovered(model_folder: Path, tmp_path
     assert fp16.decode_j_per_token is not None
     assert fp16.decode_j_per_token[0][1] == pytest.approx(0.5, abs=0.05)
     assert int8.decode_j_per_token is None, "its server tells no energy, and unknown is not 0"
+    (evidence,) = profile.quality
+    assert (evidence.mode, evidence.scope, evidence.outcome) == ("int8", "none", "pass")
     assert "routing by cost is predicted to take" in " ".join(words.split())
 
 
@@ -62,8 +69,6 @@ async def test_an_interrupted_calibration_writes_what_it_has(model_folder: Path,
     application = FakeApplication(four_engines())
     url = str((await serve(application.app())).make_url(""))
     with calibrate(url, model_folder, tmp_path / "profile.json", "--budget-s", "500") as process:
-        import asyncio
-
         while len(application.policies) < 150:
             await asyncio.sleep(0.05)
         process.send_signal(signal.SIGINT)
@@ -92,6 +97,21 @@ def test_frames_of_several_tokens_and_tokens_without_a_frame() -> None:
     assert token_ms(RequestRecord(output_tokens=1), 0.0, 1.0) is None
 
 
+def test_one_mode_of_each_lossy_engine_is_asked_unless_it_was_judged() -> None:
+    modes = [
+        ModeInfo("fast", "fp16", "fp16", lossless=True, speculative=True),
+        ModeInfo("plain", "fp16", "fp16", lossless=True),
+        ModeInfo("int8", "int8", "int8", lossless=False),
+        ModeInfo("int8_more", "int8", "int8", lossless=False),
+        ModeInfo("gptq", "gptq", "gptq", lossless=False),
+    ]
+    assert lossy_engines(modes, {"gptq"}) == {"int8": ["int8", "int8_more"]}
+    assert (reference_of(modes, "fp16"), reference_of(modes[:1], "fp16")) == ("plain", None)
+    texts = [TextFidelity("int8", text, 300, 0.001, 0.99, 0.0, 0.0, 1.0) for text in range(24)]
+    found = evidence_of(texts, lossy_engines(modes, ()))
+    assert [(one.mode, one.outcome) for one in found] == [("int8", "pass"), ("int8_more", "pass")]
+
+
 def test_names_come_from_the_server_or_the_user() -> None:
     mode = {"id": "fp16", "engine": "fp16", "state": "ready", "weights": "fp16", "lossless": True}
     served = read_served({"data": [mode], "model": "m", "engines": []}, None, "mine")
@@ -110,4 +130,4 @@ def test_bad_quality_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CalibrationFailed, match="outcome"):
         read_quality(path)
     path.write_text(json.dumps([{"mode": "int8", "scope": "any", "outcome": "pass", "metric": "kl"}]))
-    assert read_quality(path)[0]["outcome"] == "pass"
+    assert read_quality(path)[0].outcome == "pass"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from loadgen.compare import runs_of
+from loadgen.comparison_run import runs_of
 from tests.loadgen.conftest import finished, lines_in, serve
 from tests.loadgen.fake_modes import FakeApplication, four_engines
 

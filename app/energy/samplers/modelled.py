@@ -13,6 +13,9 @@ from app.energy.samplers.process_tree import ProcessTree
 
 _PERIOD_S = 0.2
 """Reading a dozen processes costs about half a millisecond, and their clock ticks are 10 ms."""
+_QUIET_PERIOD_S = 1.0
+_QUIET_CORES = 0.25
+"""Below this nothing runs but the idle loops of a few processes, and there is nothing to tell apart in time."""
 _BLUR_S = 0.01
 
 
@@ -34,8 +37,6 @@ class ModelledSampler:
         MeterUnavailable: processes cannot be read here, or an override is not a regular expression.
     """
 
-    period_s = _PERIOD_S
-
     def __init__(self, overrides: Mapping[str, float] | None = None, model_name: str | None = None) -> None:
         name = model_name or cpu_model_name()
         try:
@@ -43,6 +44,8 @@ class ModelledSampler:
         except re.error as error:
             raise MeterUnavailable(f"energy.watts_per_core: {error}") from error
         self._watts /= _threads_per_core()
+        self.period_s = _PERIOD_S
+        self._last: tuple[float, float] | None = None
         self._trees: dict[str, ProcessTree] = {}
         scope = "CPU time of the engines' processes; idle hardware and memory are not in it"
         notes = (f"{self._watts:.2f} W per logical CPU ({origin})",)
@@ -63,7 +66,15 @@ class ModelledSampler:
         if not self._trees:
             return Sample(now_s)
         cpu_s = {engine: tree.read(now_s) for engine, tree in self._trees.items()}
+        self._adapt(now_s, sum(cpu_s.values()))
         return Sample(now_s, Point(now_s, sum(cpu_s.values()) * self._watts, _BLUR_S, cpu_s))
+
+    def _adapt(self, now_s: float, total_s: float) -> None:
+        """Look less often while nothing runs: looking is most of what an idle meter costs."""
+        if self._last is not None and now_s > self._last[0]:
+            cores = (total_s - self._last[1]) / (now_s - self._last[0])
+            self.period_s = _PERIOD_S if cores >= _QUIET_CORES else _QUIET_PERIOD_S
+        self._last = now_s, total_s
 
     def close(self) -> None:
         """Nothing is held open."""

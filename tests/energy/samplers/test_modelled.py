@@ -60,6 +60,18 @@ def test_a_new_root_of_an_engine_goes_on_from_the_old_ones_time(burner):
     assert sampler.sample(2.0).point.energy_j >= before > 0
 
 
+def test_it_looks_less_often_while_nothing_runs(burner):
+    sampler = ModelledSampler({".": 10.0})
+    sampler.watch("fp16", burner.pid)
+    sampler.sample(0.0)
+    often_s = sampler.period_s
+    burner.stdout.readline()
+    sampler.sample(0.5)
+    assert sampler.period_s == often_s
+    sampler.sample(1.0)
+    assert sampler.period_s > often_s
+
+
 def test_the_table_and_its_overrides():
     assert watts_per_core("AMD EPYC 7763 64-Core Processor", {})[0] == 4.4
     assert watts_per_core("AMD EPYC 7763 64-Core Processor", {"7763": 3.0}) == (3.0, "settings: '7763'")

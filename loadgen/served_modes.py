@@ -1,0 +1,73 @@
+"""What a server says it serves, as routing and a calibration need it: read from `GET /v1/modes`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.routing.mode_info import ModeInfo
+from loadgen.calibration_plan import Engine
+from loadgen.server_facts import NothingServed
+
+_UNKNOWN_CONTEXT_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the server says it serves: ready modes, their engines, and the names the profile is filed under."""
+
+    modes: tuple[ModeInfo, ...]
+    engines: tuple[Engine, ...]
+    model: str
+    hardware: str
+    longest_tokens: int
+
+    @property
+    def carried(self) -> dict[str, list[str]]:
+        """Modes by engine."""
+        return {one.name: [mode.name for mode in self.modes if mode.engine == one.name] for one in self.engines}
+
+    @property
+    def lossy(self) -> frozenset[str]:
+        return frozenset(mode.name for mode in self.modes if not mode.lossless)
+
+
+def read_served(overview: Mapping[str, Any], model: str | None, hardware: str | None) -> Served:
+    """From `GET /v1/modes`; model and hardware given by the user win.
+
+    Raises NothingServed when no mode is ready, or when a name is neither told nor given.
+    """
+    states = {str(one.get("name")): one for one in overview.get("engines") or () if isinstance(one, dict)}
+    modes = []
+    for one in overview.get("data") or ():
+        if one.get("state") != "ready":
+            continue
+        speculative = bool((one.get("engine_delta") or {}).get("speculative_config")) or _draws_drafts(
+            states.get(str(one.get("engine")), {})
+        )
+        modes.append(
+            ModeInfo(
+                str(one["id"]),
+                str(one.get("engine") or one["id"]),
+                str(one.get("weights") or "fp16"),
+                lossless=bool(one.get("lossless")),
+                prefix_reuse=bool(one.get("prefix_reuse")),
+                speculative=speculative,
+            )
+        )
+    if not modes:
+        raise NothingServed("the server has no mode that is ready")
+    firsts: dict[str, Engine] = {}
+    for mode in modes:
+        firsts.setdefault(mode.engine, Engine(mode.engine, mode.name, mode.speculative))
+    names = {"model": model or overview.get("model"), "hardware": hardware or overview.get("hardware")}
+    for what, name in names.items():
+        if not isinstance(name, str) or not name:
+            raise NothingServed(f"the server does not say its {what}: give --{what} NAME")
+    lengths = [(one.get("engine_args") or {}).get("max_model_len") for one in states.values()]
+    longest = min((int(length) for length in lengths if length), default=_UNKNOWN_CONTEXT_TOKENS)
+    return Served(tuple(modes), tuple(firsts.values()), str(names["model"]), str(names["hardware"]), longest)
+
+
+def _draws_drafts(state: Mapping[str, Any]) -> bool:
+    """A draft model is an engine argument of its own, which the mode's delta need not show."""
+    return bool((state.get("engine_args") or {}).get("speculative_config"))
