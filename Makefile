@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 REQUIREMENTS := $(wildcard requirements/cpu.txt requirements/loadgen.txt requirements/dev.txt)
 
-.PHONY: setup serve test test-modes test-failures unit lint clean
+.PHONY: setup serve test test-modes unit lint clean
 
 setup: $(VENV)/.installed
 	@$(BIN)/python -m app.engines.prepare
@@ -17,9 +17,6 @@ test: setup lint
 
 test-modes: setup
 	MODESWITCH_TEST_ALL_MODES=1 $(BIN)/python -m pytest tests/application/test_requested_modes.py
-
-test-failures: setup
-	MODESWITCH_TEST_FAILURES=1 $(BIN)/python -m pytest tests/application/test_engines.py
 
 unit: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -m "not engine"

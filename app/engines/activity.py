@@ -57,6 +57,8 @@ class Activity:
         self._tallies: dict[str, _Tally] = {}
         self._parts: dict[str, _Part] = {}
         self._steps = self._accepted = 0.0
+        self.accepted_tokens = 0
+        """All that drafts ever added to an answer. vLLM's own counter has those beyond an answer's end as well."""
 
     @property
     def accepted_per_step(self) -> float | None:
@@ -153,6 +155,7 @@ class Activity:
 
     def _count_step(self, tally: _Tally, new_tokens: int) -> None:
         tally.accepted_tokens += new_tokens - 1
+        self.accepted_tokens += new_tokens - 1
         self._steps = self._steps * _KEEP_PER_STEP + 1
         self._accepted = self._accepted * _KEEP_PER_STEP + new_tokens - 1
 

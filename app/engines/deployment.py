@@ -183,7 +183,7 @@ class Engine:
             "prefix_queries_tokens": counters.prefix_queries_tokens,
             "prefix_hits_tokens": counters.prefix_hits_tokens,
             "draft_tokens": counters.draft_tokens,
-            "accepted_tokens": counters.accepted_tokens,
+            "accepted_tokens": self._activity.accepted_tokens,
             "preemptions": counters.preemptions,
             "step_ms": counters.step_ms,
             "accepted_per_step": self._activity.accepted_per_step if counters.draft_tokens else None,

@@ -51,7 +51,6 @@ class Counters:
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
     draft_tokens: int = 0
-    accepted_tokens: int = 0
     preemptions: int = 0
     step_ms: float | None = None
     stepped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,7 +74,6 @@ def _counting(counters: Counters) -> type[StatLoggerBase]:
                     counters.prefix_hits_tokens += prefix.hits
                 if drafts := scheduler_stats.spec_decoding_stats:
                     counters.draft_tokens += drafts.num_draft_tokens
-                    counters.accepted_tokens += drafts.num_accepted_tokens
             if iteration_stats is not None:
                 counters.prompt_tokens += iteration_stats.num_prompt_tokens
                 counters.generation_tokens += iteration_stats.num_generation_tokens

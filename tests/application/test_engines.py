@@ -15,8 +15,6 @@ import requests
 import yaml
 
 pytestmark = pytest.mark.engine
-# Not yet seen to pass on a quiet machine: `make test-failures` asks for them.
-on_request = pytest.mark.skipif("MODESWITCH_TEST_FAILURES" not in os.environ, reason="run by make test-failures")
 STORY = "Write a very long story about a dog who travels the world."
 COPY = (
     "Repeat this text exactly, twice: the quick brown fox jumps over the lazy dog and runs into the deep green forest."
@@ -87,7 +85,6 @@ def test_an_engine_that_cannot_start_says_why_and_the_others_serve(application):
     assert application.chat("fp16", "hi", max_tokens=2).status_code == 200
 
 
-@on_request
 def test_four_engines_take_less_than_12_gib(application):
     engines = [engine for engine in application.overview()["engines"] if engine["state"] == "ready"]
     assert len(engines) == 4
@@ -110,7 +107,6 @@ def test_serve_status_shows_one_deployment_per_engine(application):
     assert set(deployments) == {"controller", "device", "energy", "fp16", "int8", "gptq", "speculative", "broken"}
 
 
-@on_request
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_closed_connection_aborts_within_a_second(application, stream):
     body = story("fp16", STORY, 4000, stream=stream)
@@ -127,7 +123,6 @@ def test_a_closed_connection_aborts_within_a_second(application, stream):
     assert (second["running"], second["in_flight"]) == (0, 0)
 
 
-@on_request
 def test_64_streams_at_once_lose_nothing(application):
     def one(number):
         body = story("fp16", f"Count on from {number}", 24, stream=True, stream_options={"include_usage": True})
@@ -145,7 +140,6 @@ def test_64_streams_at_once_lose_nothing(application):
     assert sum(chunks for _, chunks in results) > 0.8 * 24 * 64
 
 
-@on_request
 def test_a_flood_of_long_prompts_kills_no_replica(application):
     before = {engine["name"]: engine["pid"] for engine in application.overview()["engines"]}
     prompt = "A long sentence that says nothing at all, again and again. " * 150
@@ -159,7 +153,6 @@ def test_a_flood_of_long_prompts_kills_no_replica(application):
     assert {engine["name"]: engine["pid"] for engine in application.overview()["engines"]} == before
 
 
-@on_request
 def test_a_killed_engine_ends_its_stream_in_an_error_and_comes_back(application):
     engine = application.engine("int8")
     body = story("int8", STORY, 2000, stream=True)
@@ -178,7 +171,6 @@ def test_a_killed_engine_ends_its_stream_in_an_error_and_comes_back(application)
     assert application.chat("int8", "hi", max_tokens=2).status_code == 200
 
 
-@on_request
 def test_a_stopped_engine_is_noticed_within_20_s_and_comes_back(application):
     engine = application.engine("gptq")
     os.kill(engine["process_ids"][-1], signal.SIGSTOP)
