@@ -1,0 +1,99 @@
+"""The controller's replica: files once the hardware is known, live settings that are kept when they are bad."""
+
+import asyncio
+
+import pytest
+
+from app.config import load_settings
+from app.controller import deployment
+from app.controller.deployment import Controller
+from app.device import Reading
+from app.telemetry import NoTelemetry
+from tests.controller.conftest import PlayedEngine
+
+
+class PlayedDevice:
+    """Stands where the device's handle stands."""
+
+    def __init__(self):
+        self.known = asyncio.Event()
+
+        class Identify:
+            async def remote(_):
+                await self.known.wait()
+                return "box"
+
+        class Read:
+            async def remote(_):
+                return Reading(7, 10)
+
+        self.identify, self.read = Identify(), Read()
+
+
+@pytest.fixture
+async def device():
+    return PlayedDevice()
+
+
+@pytest.fixture
+async def start(device, monkeypatch):
+    monkeypatch.setattr(deployment, "RayTelemetry", lambda table: NoTelemetry())
+    monkeypatch.setattr(deployment, "_READ_DEVICE_EVERY_S", 0.01)
+    started = []
+
+    def make(**args):
+        settings = load_settings({"preset": "cpu", "knowledge": {"profile": None}, **args})
+        handles = {spec.name: PlayedEngine(spec.name) for spec in settings.engine_specs}
+        started.append(Controller(settings, handles, device, PlayedEngine("energy")))
+        return started[-1]
+
+    yield make
+    for controller in started:
+        for task in controller._running:
+            task.cancel()
+
+
+async def until(condition):
+    async with asyncio.timeout(2):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_what_needs_files_decides_once_they_are_read(start, device):
+    controller = start(live={"policy": "static:int8", "shadows": ["rules"]})
+    router = controller._service.router
+    assert router.live.policy == "cost"
+    device.known.set()
+    await until(lambda: router.live.policy == "static:int8")
+    assert router.policies.knowledge.hardware == "box"
+    await until(lambda: router.device_bytes == (10, 7))
+
+
+async def test_a_policy_without_its_file_leaves_cost_and_says_why(start, device):
+    controller = start(live={"policy": "learned"})
+    device.known.set()
+    await until(lambda: controller._service.settings_error)
+    assert "trained model" in controller._service.settings_error
+    assert controller._service.router.live.policy == "cost"
+
+
+async def test_user_config_is_taken_or_refused(start, device):
+    controller = start()
+    service = controller._service
+    device.known.set()
+    await until(lambda: controller._knows_hardware)
+    controller.reconfigure({"policy": "rules", "queue_limit": 5})
+    assert (service.router.live.policy, service.router.live.queue_limit) == ("rules", 5)
+    for bad in ({"policy": "fastest"}, {"queue_limit": 0}, {"routing": {"kv_pressure": 7}}, {"unknown": 1}):
+        controller.reconfigure(bad)
+        assert service.settings_error
+        assert service.router.live.policy == "rules"
+    controller.reconfigure({})
+    assert (service.router.live.policy, service.settings_error) == ("cost", None)
+
+
+async def test_user_config_that_comes_before_the_files_is_taken_with_them(start, device):
+    controller = start()
+    controller.reconfigure({"policy": "static:fp16"})
+    device.known.set()
+    await until(lambda: controller._service.router.live.policy == "static:fp16")
