@@ -32,9 +32,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """Output tokens still to come per request there; 0 if unknown."""
     slowdown: float
     """Share of time lost to the other active engines."""
-    burdens: tuple[tuple[float, float], ...]
-    """If the engine is idle, for each active one: its running requests times their added share of time, and their
-    time left in ms (0 if unknown). An engine that runs already burdens them no more than before."""
+    burden: float
+    """Requests that run on other engines, each times its added share of time while this engine works."""
 
 
 def engine_loads(features: RequestFeatures, snapshot: Snapshot, interference: Interference) -> dict[str, EngineLoad]:
@@ -53,25 +52,18 @@ def engine_loads(features: RequestFeatures, snapshot: Snapshot, interference: In
         most = view.max_running if view.max_running < MAX_BATCH else MAX_BATCH
         if load:
             left_tokens = view.pending_output_tokens / load
-            active.append((name, load if load < most else most, left_tokens * (view.step_ms or 0.0)))
+            active.append((name, load if load < most else most))
         loads.append((name, view, load, most, left_tokens))
     found = {}
     for name, view, load, most, left_tokens in loads:
         slowdown = 0.0
-        burdens: tuple[tuple[float, float], ...] = ()
+        burden = 0.0
         if active:
-            of_this = interference.get(name)
-            if of_this is not None:
-                for other, _, _ in active:
-                    if other != name:
-                        slowdown += of_this.get(other, 1.0) - 1.0
-            if not load:
-                burdens = tuple(
-                    [
-                        (running * (interference.get(other, _NOTHING).get(name, 1.0) - 1.0), left_ms)
-                        for other, running, left_ms in active
-                    ]
-                )
+            of_this = interference.get(name, _NOTHING)
+            for other, running in active:
+                if other != name:
+                    slowdown += of_this.get(other, 1.0) - 1.0
+                    burden += running * (interference.get(other, _NOTHING).get(name, 1.0) - 1.0)
         full = load >= most
         wait_share = 0.0
         if load:
@@ -91,7 +83,7 @@ def engine_loads(features: RequestFeatures, snapshot: Snapshot, interference: In
             view.residency is not _RESIDENT,
             left_tokens,
             slowdown,
-            burdens,
+            burden,
         )
     return found
 

@@ -100,14 +100,19 @@ def predict(
             queue_ms = engine.view.pending_prefill_tokens * known.prefill_ms_per_token
             if engine.wait_share:
                 queue_ms += engine.wait_share * left_tokens * known.step_ms[batch]
+            queue_ms *= 1.0 + engine.slowdown
             # Those in this batch wait for the prefill once, and make slower steps while both run.
             growth_ms = known.step_growth_ms[batch]
             both_tokens = left_tokens if left_tokens < steps else steps
-            others_ms = engine.running * (growth_ms * both_tokens + prefill_ms)
-        elif engine.burdens:
-            # This engine would begin to take the device's time from the others.
-            for burden, left_ms in engine.burdens:
-                others_ms += burden * (left_ms if 0.0 < left_ms < own_ms else own_ms)
+            longer_ms = growth_ms * both_tokens + prefill_ms
+            others_ms = engine.running * longer_ms
+            # The engine works for so much longer: while both run, and for this request alone once the others are done.
+            longer_ms += (steps - both_tokens) * known.step_ms[1]
+        else:
+            longer_ms = own_ms
+        # Meanwhile it takes the device's time from the other engines: from those that run there now, and when they
+        # are done from those that wait, so it does not matter how long each of them has left.
+        others_ms += engine.burden * longer_ms
         interference_ms = own_ms * engine.slowdown
         if engine.asleep:
             wake_ms = engine.view.wake_ms or known.wake_ms or UNKNOWN_WAKE_MS

@@ -86,6 +86,22 @@ def test_a_busy_device_is_not_split(decide: Decide, features: Make, snapshot: Ma
     assert decider(modes, harmless)(asked, running).engine == "gptq"
 
 
+def test_work_for_an_engine_that_runs_already_delays_the_other_engines_too(
+    modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make
+) -> None:
+    asked = features(prompt_tokens=1001, expected_output_tokens=11)
+
+    def terms(**in_flight: int) -> Any:
+        busy = {name: {"in_flight": n, "pending_output_tokens": 10 * n} for name, n in in_flight.items()}
+        return CostPolicy(modes, RoutingSettings(), profile).predictions(asked, snapshot(**busy))["fp16"]
+
+    alone, beside = terms(fp16=2), terms(fp16=2, gptq=3)
+    # Three requests run there, and each is slowed by 0.6 while this prompt of 105 ms is read and the batch is larger.
+    assert beside.others_ms - alone.others_ms >= 3 * 0.6 * 105.0
+    assert beside.latency_ms == pytest.approx(1.6 * alone.latency_ms)
+    assert terms(gptq=3).others_ms == pytest.approx(3 * 0.6 * (105.0 + 10 * 20.0))
+
+
 def test_a_stale_report_of_load_is_not_believed(decide: Decide, features: Make, snapshot: Make) -> None:
     report = {"running": 8, "waiting": 200, "max_running": 8}
     assert decide(features(), snapshot(gptq={**report, "age_s": 0.1})).engine != "gptq"
