@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config import Settings
 from app.device import Holder, leased, visible_gpu_uuid
-from app.energy.activity import ActivityRecorder
+from app.energy.activity import ActivityRecorder, Labels
 from app.energy.client import ActivitySender, HandlePort
 from app.engines import health
 from app.engines.activity import Activity
@@ -37,7 +37,7 @@ log = logging.getLogger("ray.serve")
 _STATUS_EVERY_S = 0.5
 _HEARTBEAT_EVERY_S = 5.0
 _TELL_BUSY_EVERY_S = 0.2
-_WAIT_FOR_ENERGY_S = 1.0
+_WAIT_FOR_ENERGY_S = 3.0
 """How long an answer waits for the last of its joules, when a client asks for them; then they are `partial`."""
 
 
@@ -109,17 +109,22 @@ class Engine:
     async def _busy_with_itself(self) -> AsyncIterator[None]:
         """Tell the meter that what is used meanwhile is the engine's own, no request's."""
 
+        key = f"start-{uuid.uuid4().hex}"
+
         async def tell() -> None:
             since_s = time.monotonic()
             while True:
                 await asyncio.sleep(_TELL_BUSY_EVERY_S)
                 self._recorder.step(since_s, since_s := time.monotonic())
 
+        # Under way like a request, so that the meter waits for what a thread that imports holds up.
+        self._recorder.begin(key, Labels("none", "none", "none"))
         telling = asyncio.create_task(tell())
         try:
             yield
         finally:
             telling.cancel()
+            self._recorder.end(key)
 
     async def _load(self, marker: str) -> None:
         path = await asyncio.to_thread(model_path, self._spec, self._settings)

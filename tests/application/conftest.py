@@ -82,7 +82,7 @@ class Application:
 
     def chat(self, mode, content, **options):
         body = {"model": f"{SERVED}:{mode}", "messages": [{"role": "user", "content": content}], **options}
-        return requests.post(f"{self.url}/v1/chat/completions", json=body, timeout=300)
+        return requests.post(f"{self.url}/v1/chat/completions", json=body, timeout=900)
 
     def overview(self):
         return requests.get(f"{self.url}/v1/modes", timeout=60).json()

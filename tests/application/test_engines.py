@@ -142,7 +142,7 @@ def test_64_streams_at_once_lose_nothing(application):
 
 def test_a_flood_of_long_prompts_kills_no_replica(application):
     before = {engine["name"]: engine["pid"] for engine in application.overview()["engines"]}
-    prompt = "A long sentence that says nothing at all, again and again. " * 150
+    prompt = "A long sentence that says nothing at all, again and again. " * 50
 
     def one(number):
         mode = ("fp16", "int8", "gptq", "speculative")[number % 4]
