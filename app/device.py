@@ -11,17 +11,16 @@ import asyncio
 import contextlib
 import logging
 import os
-import platform
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from app.config import Settings
+from app.energy.samplers.modelled import cpu_model_name
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -154,7 +153,7 @@ class Device:
     def identify(self) -> str:
         """The hardware's name, as profiles state what they were measured on."""
         if self._platform == "cpu":
-            return f"{_cpu_name()}, {psutil.cpu_count(logical=True)} cores"
+            return f"{cpu_model_name()}, {psutil.cpu_count(logical=True)} cores"
         return _gpu_name()
 
 
@@ -191,15 +190,6 @@ def _gpu_name() -> str:
     except pynvml.NVMLError as error:
         log.warning("NVML cannot tell the GPU's name: %s", error)
         return "unknown GPU"
-
-
-def _cpu_name() -> str:
-    """The processor's model name; Linux keeps it in a file of its own."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def visible_gpu_uuid() -> str:

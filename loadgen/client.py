@@ -163,7 +163,7 @@ class OpenAIClient:
                 body = await response.read()
                 if not 200 <= response.status < 300:
                     raise _http_error(response.status, body, url)
-                return _json_object(body, url) if body.strip() else {}
+                return json_object(body, url) if body.strip() else {}
         except (aiohttp.ClientError, OSError) as error:
             raise ServerFault(classify(error), f"{url}: {type(error).__name__}: {error}".rstrip(": ")) from error
 
@@ -189,7 +189,8 @@ def _read_headers(record: RequestRecord, response: aiohttp.ClientResponse) -> No
     record.request_id = response.headers.get("x-request-id")
 
 
-def _json_object(payload: bytes, where: str) -> dict[str, Any]:
+def json_object(payload: bytes, where: str) -> dict[str, Any]:
+    """A server's JSON object. Raises ServerFault for anything else."""
     try:
         value = json.loads(payload)
     except ValueError:
@@ -235,7 +236,7 @@ def _output_of(choice: Mapping[str, Any], part: str) -> tuple[str, bool]:
 
 
 async def _read_body(response: aiohttp.ClientResponse, record: RequestRecord, start: float, call: Call) -> None:
-    answer = _json_object(await response.read(), "answer")
+    answer = json_object(await response.read(), "answer")
     if "error" in answer:
         raise _http_error(response.status, json.dumps(answer).encode())
     _take_usage(record, answer)
@@ -263,7 +264,7 @@ async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, 
 
 
 def _take_frame(record: RequestRecord, payload: bytes, at_ms: float, texts: list[str]) -> None:
-    frame = _json_object(payload, "frame")
+    frame = json_object(payload, "frame")
     if "error" in frame:
         error = frame["error"]
         message = error.get("message") if isinstance(error, dict) else error

@@ -9,7 +9,6 @@ backend does not use for the prompt itself, shows in answers alone.
 
 import asyncio
 import inspect
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from loadgen.client import COMPLETION_PATH, OpenAIClient, ServerFault, classify
+from loadgen.client import COMPLETION_PATH, OpenAIClient, ServerFault, classify, json_object
 from loadgen.quality_gate import Divergence
 from loadgen.records import Outcome
 
@@ -218,10 +217,4 @@ async def post_json(client: OpenAIClient, path: str, body: Mapping[str, Any]) ->
     if not 200 <= response.status < 300:
         words = content[:300].decode(errors="replace")
         raise ServerFault(Outcome.HTTP_ERROR, f"{url}: HTTP {response.status}: {words}")
-    try:
-        answer = json.loads(content)
-    except ValueError:
-        answer = None
-    if not isinstance(answer, dict):
-        raise ServerFault(Outcome.NOT_JSON, f"{url}: not a JSON object: {content[:80]!r}")
-    return answer
+    return json_object(content, url)

@@ -19,6 +19,7 @@ from app.controller.policies import PolicySet
 from app.controller.prompts import Prompt
 from app.routing.acceptance import AcceptanceLearner
 from app.routing.breaker import Breakers, BreakerState
+from app.routing.classes import prompt_shape
 from app.routing.conversations import Conversations
 from app.routing.corrections import Corrections
 from app.routing.decision import Decision
@@ -28,6 +29,7 @@ from app.routing.output_length import OutputLengthPredictor
 from app.routing.prefix_index import PrefixIndex
 from app.routing.shadow import evaluate
 from app.routing.snapshot import Snapshot
+from app.routing.tags import tag_of
 from app.wire import Usage
 
 log = logging.getLogger("ray.serve")
@@ -101,7 +103,8 @@ class Router:
 
     def expected_output_tokens(self, prompt: Prompt, max_tokens: int | None, label: str | None) -> int:
         """What a request will probably produce: for a reservation, before it is decided where it goes."""
-        return self._measure(prompt, max_tokens, label, Wishes(), Snapshot()).expected_output_tokens
+        tag = tag_of(prompt.instruction, label).tag
+        return self._lengths.predict(tag, prompt_shape(prompt.tokens), max_tokens).tokens
 
     def decide(
         self,
