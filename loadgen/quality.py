@@ -28,8 +28,8 @@ from loadgen.quality_report import (
     settled,
     summary,
 )
-from loadgen.questioning import Answered, LineWriter, ask_all, scopes_of
-from loadgen.records import OutputUnwritable
+from loadgen.questioning import Answered, ask_all, scopes_of
+from loadgen.records import LineWriter, OutputUnwritable
 from loadgen.server_facts import NothingServed, first_model
 from loadgen.servers import write_json
 

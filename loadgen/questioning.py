@@ -5,15 +5,13 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from app.routing.classes import RequestClass
 from loadgen.benchmarks import Marking, Question, most_probable, number_right
 from loadgen.client import CHAT_PATH, COMPLETION_PATH, OpenAIClient, ServerFault
 from loadgen.fidelity import TOP_TOKENS, post_json
-from loadgen.records import Outcome, OutputUnwritable
+from loadgen.records import Outcome
 from loadgen.training_data import paper_features
 
 # Nothing can be asked of a server that is gone: these end the run instead of marking every question.
@@ -50,29 +48,6 @@ class Answered:
         row = dataclasses.asdict(self)
         del row["text"]
         return json.dumps(row, separators=(",", ":"))
-
-
-class LineWriter:
-    """Appends lines to a file, each whole and flushed. Raises OutputUnwritable when made."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise OutputUnwritable(f"cannot write {path}: {error.strerror or error}") from error
-
-    def write(self, line: str) -> None:
-        self._file.write(line + "\n")
-        self._file.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
 
 
 async def ask_all(

@@ -88,22 +88,22 @@ class OutputUnwritable(Exception):
     """The results folder cannot be written; the message names it and the reason."""
 
 
-class RecordWriter:
-    """Appends records to `<folder>/<name>`, each line whole and flushed, so that a kill loses at most the last line.
+class LineWriter:
+    """Appends lines to a file, each whole and flushed, so that a kill loses at most the last one.
 
     Raises OutputUnwritable when made, that is before any load is sent.
     """
 
-    def __init__(self, folder: Path, name: str = "requests.jsonl") -> None:
-        self.path = folder / name
+    def __init__(self, path: Path) -> None:
+        self.path = path
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file: IO[str] = self.path.open("w", encoding="utf-8")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = path.open("w", encoding="utf-8")
         except OSError as error:
-            raise OutputUnwritable(f"cannot write results to {self.path}: {error.strerror or error}") from error
+            raise OutputUnwritable(f"cannot write results to {path}: {error.strerror or error}") from error
 
-    def write(self, record: RequestRecord) -> None:
-        self._file.write(record.to_json() + "\n")
+    def write(self, line: str) -> None:
+        self._file.write(line + "\n")
         self._file.flush()
 
     def __enter__(self) -> Self:
@@ -113,6 +113,25 @@ class RecordWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+class RecordWriter:
+    """Appends records to `<folder>/<name>`. Raises OutputUnwritable as `LineWriter` does."""
+
+    def __init__(self, folder: Path, name: str = "requests.jsonl") -> None:
+        self._lines = LineWriter(folder / name)
+        self.path = self._lines.path
+
+    def write(self, record: RequestRecord) -> None:
+        self._lines.write(record.to_json())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lines.__exit__(kind, error, trace)
 
 
 class ReadRecords(NamedTuple):
