@@ -24,12 +24,15 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from app import haproxy
+
 _PR_SET_PDEATHSIG = 1
 _STOP_WITHIN_S = 40.0
 
 FAST_PATH = {
     # HTTP reaches the controller's process through HAProxy instead of a Python proxy: a third of the work per frame.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name(haproxy.PROGRAM)),
     # Calls between replicas without a thread hop for each.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
