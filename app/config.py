@@ -67,15 +67,14 @@ class EngineSettings(_Settings):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     engine_args: dict[str, Any] = {}
     env: dict[str, str] = {}
+    cores: Annotated[str, Field(pattern=r"^(all|\d+(-\d+)?(,\d+(-\d+)?)*)$")] = "all"
+    """On a CPU, where its threads run: `all`, or cores bound one thread each, `0-3` or `0,2`."""
     max_ongoing_requests: Annotated[int, Field(gt=1)] = 1024
 
 
 class CpuSettings(_Settings):
-    """How an engine's threads use the cores (see the measurement in `presets/cpu.yaml`)."""
+    """How engines run on a CPU."""
 
-    cores: str = "all"
-    """`all`, or a list as vLLM takes it: `0-3` or `0,2`."""
-    reserved_cores: Annotated[int, Field(ge=0)] = 0
     preload: tuple[str, ...] = ("libtcmalloc_minimal.so.4", "libiomp5.so")
     """Shared libraries loaded ahead of the engine's; those not found are left out."""
 

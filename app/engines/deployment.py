@@ -18,7 +18,7 @@ from app.config import Settings
 from app.device import Holder, leased, visible_gpu_uuid
 from app.energy.activity import ActivityRecorder, Labels
 from app.energy.client import ActivitySender, HandlePort
-from app.engines import health
+from app.engines import fork_server, health
 from app.engines.activity import Activity
 from app.engines.environment import UNSET, engine_environment
 from app.engines.extras import extra_object
@@ -137,10 +137,13 @@ class Engine:
         self._set(engine_args=args, env=env)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         since_byte = self._log_path.stat().st_size if self._log_path.exists() else 0
+        forks = self._settings.platform == "cpu"
         with output_to(self._log_path):
             try:
+                if forks:
+                    fork_server.begin()
                 # In a thread: importing and loading take half a minute, and Serve wants an answer meanwhile.
-                llm: LLM = await asyncio.to_thread(_load_llm, self._spec.name, args)
+                llm: LLM = await asyncio.to_thread(_load_llm, self._spec.name, args, forks)
                 await llm.connect(self._settings.model.frontend, self._activity)
                 effective = await llm.effective()
             except Exception as error:
@@ -335,7 +338,9 @@ class Engine:
             kill_marked(marker, spare=os.getpid())
 
 
-def _load_llm(name: str, args: dict[str, Any]) -> LLM:
+def _load_llm(name: str, args: dict[str, Any], forks: bool) -> LLM:
     # Imported here: torch and vLLM take seconds, and must find the engine's environment already set.
     module = importlib.import_module("app.engines.llm")
+    if forks:
+        fork_server.use()
     return module.LLM.load(name, args)  # type: ignore[no-any-return]

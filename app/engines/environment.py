@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 
 from app.config import CpuSettings, Settings
@@ -19,7 +18,8 @@ UNSET = ("OMP_NUM_THREADS",)
 
 
 def engine_environment(settings: Settings, engine: str) -> dict[str, str]:
-    """Variables for the engine of this name; those in `UNSET` are to be removed."""
+    """Variables for the engine of this name; those in `UNSET` are to be removed first."""
+    own = settings.engine_settings(engine)
     cache = settings.home / "cache" / engine
     env = {
         # A cache of its own: two engines that compile at once would write the same files.
@@ -29,16 +29,29 @@ def engine_environment(settings: Settings, engine: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
     }
     if settings.platform == "cpu":
-        env |= _cpu_environment(settings.cpu)
-    return env | settings.engine_settings(engine).env
+        env |= _cpu_environment(settings.cpu, own.cores)
+    return env | own.env
 
 
-def _cpu_environment(cpu: CpuSettings) -> dict[str, str]:
-    cores = _ranges(os.sched_getaffinity(0)) if cpu.cores == "all" else cpu.cores
+def _cpu_environment(cpu: CpuSettings, cores: str) -> dict[str, str]:
+    """One process computes and schedules, as on a GPU.
+
+    By default vLLM adds a worker process on a CPU, which costs each engine another 15 s of imports to start, half a
+    GiB, and a polling loop. It does so to set what OpenMP reads (`vllm.utils.ompmultiprocessing`), which is set here.
+    """
+    numbers = sorted(os.sched_getaffinity(0)) if cores == "all" else _numbers(cores)
     env = {
-        "VLLM_CPU_OMP_THREADS_BIND": cores,
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": str(cpu.reserved_cores),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": str(len(numbers)),
+        # Milliseconds that a thread waits for more before it sleeps, and without the processor's idle instruction.
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+        # vLLM sets it in the process that starts the engine core, too late for a copy (`app/engines/fork_server.py`).
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
+    if cores != "all":
+        listed = ",".join(map(str, numbers))
+        env |= {"KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{listed}]", "GOMP_CPU_AFFINITY": listed}
     if found := [path for name in cpu.preload if (path := find_library(name))]:
         env["LD_PRELOAD"] = ":".join(found)
     return env
@@ -52,12 +65,10 @@ def find_library(name: str) -> str | None:
     return None
 
 
-def _ranges(cores: Iterable[int]) -> str:
-    """Core numbers as vLLM reads them: `{0, 1, 2, 5}` gives `0-2,5`."""
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][-1] + 1:
-            runs[-1].append(core)
-        else:
-            runs.append([core])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+def _numbers(cores: str) -> list[int]:
+    """Core numbers of a list: `0-2,5` gives 0, 1, 2 and 5."""
+    numbers: list[int] = []
+    for run in cores.split(","):
+        first, _, last = run.partition("-")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return numbers
