@@ -1,7 +1,8 @@
 """The operating-system processes of one engine: who they are, how they fare, and that none is left behind.
 
-vLLM starts processes below the replica: the engine core, and workers where it has several devices. They are recognised by a marker in their
-environment, which every descendant inherits and which survives the death of the parent, unlike parent ids.
+vLLM starts processes below the replica: the engine core, and workers where it has several devices. They are
+recognised by a marker in their environment, which every descendant inherits and which survives the death of the
+parent, unlike parent ids.
 """
 
 from __future__ import annotations
