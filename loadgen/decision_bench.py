@@ -100,6 +100,8 @@ def _decisions(repeats: int) -> dict[str, dict[str, float]]:
     rng = random.Random(1)
     snapshots = [
         Snapshot(
+            mean_prompt_tokens=300.0,
+            mean_output_tokens=100.0,
             engines={
                 name: EngineView(
                     engine=name,

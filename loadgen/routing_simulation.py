@@ -16,6 +16,7 @@ from app.routing.features import RequestFeatures
 from app.routing.policies.base import Policy
 from app.routing.policies.engine_load import Interference
 from app.routing.snapshot import EngineView, Snapshot
+from app.routing.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ def simulate(
     cached: dict[tuple[str, int], int] = {}
     served = [Served(None, None)] * len(requests)
     now_ms, place = 0.0, 0
+    traffic = Traffic()
     while place < len(requests) or any(engine.jobs for engine in engines.values()):
         active = {name: engine for name, engine in engines.items() if engine.jobs}
         slowdowns = {name: _slowdown(name, active, interference) for name in active}
@@ -113,7 +115,7 @@ def simulate(
             for job in engine.take_finished():
                 served[job.place] = Served(served[job.place].mode, now_ms - requests[job.place].due_s * 1000)
         while place < len(requests) and requests[place].due_s * 1000 <= now_ms + 1e-6:
-            served[place] = _admit(place, requests[place], policy, coefficients, engines, cached)
+            served[place] = _admit(place, requests[place], policy, coefficients, engines, cached, traffic)
             place += 1
     return served
 
@@ -130,9 +132,14 @@ def _admit(
     coefficients: Mapping[str, ModeCoefficients],
     engines: Mapping[str, _EngineState],
     cached: dict[tuple[str, int], int],
+    traffic: Traffic,
 ) -> Served:
     found = {} if request.conversation is None else _cached(request.conversation, engines, cached)
-    snapshot = Snapshot(engines={name: engine.view(name) for name, engine in engines.items()})
+    snapshot = Snapshot(
+        engines={name: engine.view(name) for name, engine in engines.items()},
+        mean_prompt_tokens=traffic.prompt_tokens,
+        mean_output_tokens=traffic.output_tokens,
+    )
     features = replace(request.features, cached_tokens=found, batch_size=1 + snapshot.total_load())
     decision = policy.decide(features, snapshot)
     if not isinstance(decision, Decision) or decision.mode not in coefficients:
@@ -144,6 +151,7 @@ def _admit(
         uncached = max(1, uncached - found.get(engine, 0))
         if request.conversation is not None:
             cached[engine, request.conversation] = request.shared_tokens
+    traffic.add(uncached, features.expected_output_tokens)
     tokens_per_step = 1.0
     if known.mode.speculative:
         tokens_per_step += known.accepted.get(features.tag, known.accepted_default)

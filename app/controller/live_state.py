@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from app.controller.links import EngineLink
 from app.routing.snapshot import EngineView, Residency, Snapshot
+from app.routing.traffic import Traffic
 from app.wire import EngineState
 
 _RESIDENCY = {
@@ -26,6 +27,7 @@ def take_snapshot(
     device: tuple[int | None, int | None] = (None, None),
     corrections: Mapping[str, float] | None = None,
     accepted_per_step: Mapping[str, float] | None = None,
+    traffic: Traffic | None = None,
 ) -> Snapshot:
     """All engines at `now_s` (monotonic seconds). `device` is total and free bytes."""
     return Snapshot(
@@ -37,6 +39,8 @@ def take_snapshot(
         stale_after_s=6.0,
         corrections=corrections or {},
         accepted_per_step=accepted_per_step or {},
+        mean_prompt_tokens=traffic.prompt_tokens if traffic else 0.0,
+        mean_output_tokens=traffic.output_tokens if traffic else 0.0,
     )
 
 

@@ -30,6 +30,7 @@ from app.routing.prefix_index import PrefixIndex
 from app.routing.shadow import evaluate
 from app.routing.snapshot import Snapshot
 from app.routing.tags import tag_of
+from app.routing.traffic import Traffic
 from app.wire import Usage
 
 log = logging.getLogger("ray.serve")
@@ -73,6 +74,7 @@ class Router:
         self._corrections = Corrections()
         self._acceptance = AcceptanceLearner()
         self._conversations = Conversations()
+        self._traffic = Traffic()
 
     def change(self, live: LiveSettings | None = None, knowledge: Knowledge | None = None) -> None:
         """Other settings or files from now on; what was learned stays.
@@ -99,6 +101,7 @@ class Router:
             device=self.device_bytes,
             corrections=self._corrections.factors,
             accepted_per_step=self._acceptance.per_step,
+            traffic=self._traffic,
         )
 
     def expected_output_tokens(self, prompt: Prompt, max_tokens: int | None, label: str | None) -> int:
@@ -162,10 +165,12 @@ class Router:
 
     # Learning ---------------------------------------------------------------------------------------------------
 
-    def sent(self, prompt: Prompt, decision: Decision) -> None:
+    def sent(self, prompt: Prompt, features: RequestFeatures, decision: Decision) -> None:
         """The request goes to the engine."""
         mode = self._by_name[decision.mode]
         self._breakers[mode.name].started(time.monotonic())
+        cached_tokens = features.cached_tokens.get(mode.engine, 0) if mode.prefix_reuse else 0
+        self._traffic.add(features.prompt_tokens - cached_tokens, features.expected_output_tokens)
         self._prefixes.record(prompt.chain, prompt.tokens, mode.engine if mode.prefix_reuse else None)
         if prompt.conversation is not None:
             self._conversations.began(prompt.conversation, mode.weights)

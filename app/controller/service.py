@@ -199,7 +199,7 @@ class Service:
         assert ticket.prompt is not None
         ticket.dispatched_s = time.monotonic()
         ticket.in_flight_then = 1 + sum(len(link.in_flight) for link in self.links)
-        self.router.sent(ticket.prompt, decision)
+        self.router.sent(ticket.prompt, plan.features, decision)
         self._telemetry.count(
             "modeswitch_decisions_total", decision.mode, decision.request_class.value, plan.policy, _why(plan, decision)
         )

@@ -41,6 +41,7 @@ class LostBy(StrEnum):
     ENERGY = "energy"
     LATENCY_LIMIT = "latency_limit"
     PREFIX_REUSE = "tie_goes_to_prefix_reuse"
+    CONSOLIDATION = "all_work_on_one_engine"
     EXPLORATION = "exploration"
     LATER_RULE = "later_rule"
     SCORE = "predicted_score"

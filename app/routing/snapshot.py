@@ -62,6 +62,9 @@ class Snapshot(JsonRecord, frozen=True, kw_only=True):
     device_total_bytes: int | None = None
     device_free_bytes: int | None = None
     stale_after_s: float = 2.0
+    mean_prompt_tokens: float = 0.0
+    mean_output_tokens: float = 0.0
+    """What requests brought lately, to compute and expected (see `traffic.py`); 0 while there were none."""
     corrections: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Observed/predicted latency by `mode` and by `mode:tag` (see `corrections.py`)."""
     accepted_per_step: Mapping[str, float] = msgspec.field(default_factory=dict)

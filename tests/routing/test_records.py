@@ -43,6 +43,8 @@ snapshots = st.builds(
     device_total_bytes=st.none() | st.integers(0, 2**37),
     device_free_bytes=st.none() | st.integers(0, 2**37),
     corrections=st.dictionaries(names, st.floats(0.4, 2.5)),
+    mean_prompt_tokens=st.floats(0, 1e5),
+    mean_output_tokens=st.floats(0, 1e5),
     accepted_per_step=st.dictionaries(st.just("speculative:rewriting"), st.floats(0, 6)),
 )
 wishes = st.builds(

@@ -11,11 +11,12 @@ from operator import itemgetter
 
 import msgspec
 
-from app.routing.coefficients import compile_profile
+from app.routing.coefficients import ModeCoefficients, compile_profile
 from app.routing.decision import Decision, Ineligible, LostBy, Outcome
 from app.routing.eligibility import Eligibility, refusal
 from app.routing.features import Objective, RequestFeatures
 from app.routing.mode_info import ModeInfo
+from app.routing.policies.consolidation import one_engine
 from app.routing.policies.engine_load import EngineLoad, engine_loads
 from app.routing.policies.prediction import Prediction, predict
 from app.routing.policies.rules import RULES, RulesPolicy
@@ -31,6 +32,7 @@ class CostPolicy:
     """Predicts every eligible mode's latency and energy and takes the best."""
 
     __slots__ = (
+        "_by_engine",
         "_coefficients",
         "_eligibility",
         "_interference",
@@ -48,6 +50,9 @@ class CostPolicy:
         self._settings = settings
         self._version = settings.version
         self._coefficients = {} if profile is None else compile_profile(profile, self._eligibility.modes)
+        self._by_engine: dict[str, ModeCoefficients] = {}
+        for known in self._coefficients.values():
+            self._by_engine.setdefault(known.mode.engine, known)
         self._profile_version = None if profile is None else profile.version
         self._interference = {} if profile is None else profile.interference
 
@@ -67,7 +72,14 @@ class CostPolicy:
             predictions = self._within_energy(predictions, refused, engines, features, snapshot)
         if not predictions:
             return refusal(self.name, self._version, features, refused)
-        return self._decision(self._rank(predictions, features), features)
+        ranked = self._rank(predictions, features)
+        if features.wishes.objective is not Objective.LATENCY or features.batch_size <= self._settings.consolidate_from:
+            return self._decision(ranked, features)
+        engine = one_engine(predictions, engines, self._by_engine, snapshot, self._interference)
+        if engine is None or engine == ranked[0][2].mode.engine:
+            return self._decision(ranked, features)
+        kept = [entry for entry in ranked if entry[2].mode.engine == engine]
+        return self._decision(kept, features, passed_over=ranked[0])
 
     def predictions(self, features: RequestFeatures, snapshot: Snapshot) -> dict[str, Prediction]:
         """Predicted cost of every eligible mode that the profile has, by name: for replay, corrections and training."""
@@ -140,7 +152,10 @@ class CostPolicy:
             for delay_ms, energy_j, prediction in zip(delays_ms, joules, predictions, strict=True)
         ]
 
-    def _decision(self, ranked: list[_Ranked], features: RequestFeatures) -> Decision:
+    def _decision(
+        self, ranked: list[_Ranked], features: RequestFeatures, passed_over: _Ranked | None = None
+    ) -> Decision:
+        """`passed_over` would have been the first, had the work not been put on one engine."""
         chosen = 0
         lost_by: LostBy | None = None
         rate = self._settings.exploration_rate
@@ -152,8 +167,10 @@ class CostPolicy:
             chosen = self._reusing_tie(ranked)
             lost_by = LostBy.PREFIX_REUSE if chosen else None
         _, score, best = ranked[chosen]
-        runner_up = None
-        if len(ranked) > 1:
+        runner_up = passed_over
+        if passed_over is not None:
+            lost_by = LostBy.CONSOLIDATION
+        elif len(ranked) > 1:
             runner_up = ranked[1 if chosen == 0 else 0]
             lost_by = lost_by or _lost_by(ranked[chosen], runner_up, features.wishes.objective)
         return Decision(

@@ -1,0 +1,63 @@
+"""When a busy device serves faster with all its work on one engine.
+
+A request compares what it and those already running would suffer. It cannot see the ones that are still to come: under
+a heavy load every engine always has somebody to wait for, each new request lengthens that by little, and all engines
+stay active, slowing one another and decoding in small batches. So from some load on the policy asks of all requests
+together what it asks of one: would they be done sooner on one engine?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from app.routing.coefficients import MAX_BATCH, ModeCoefficients
+from app.routing.policies.engine_load import EngineLoad, Interference
+from app.routing.policies.prediction import Prediction
+from app.routing.snapshot import Snapshot
+
+_CLEARLY = 1.2
+"""A prediction must be better by this factor to be acted on: changing the engine costs a time in which both run."""
+
+
+def one_engine(
+    predictions: Sequence[Prediction],
+    engines: Mapping[str, EngineLoad],
+    known: Mapping[str, ModeCoefficients],
+    snapshot: Snapshot,
+    interference: Interference,
+) -> str | None:
+    """The engine that all work should go to from this request on; None when it is better spread.
+
+    predictions: of the eligible modes. known: coefficients by engine. Compared is how long as many requests as there
+    are would take if all were as requests are lately, decoded in the batches that they would make.
+    """
+    best = min(predictions, key=lambda found: found.latency_ms + found.others_ms)
+    loads = {name: engine.load for name, engine in engines.items() if engine.load}
+    present = max(loads, key=loads.__getitem__, default=best.mode.engine)
+    loads[best.mode.engine] = loads.get(best.mode.engine, 0) + 1
+    if not loads.keys() <= known.keys():
+        return None
+    requests = sum(loads.values())
+    together = {
+        name: _time_ms(known[name], requests, engines[name].view.max_running, snapshot)
+        for name in {found.mode.engine for found in predictions}
+    }
+    chosen = min(together, key=together.__getitem__)
+    # It stays where most of the work is unless another engine is clearly better.
+    if together.get(present, math.inf) <= _CLEARLY * together[chosen]:
+        chosen = present
+    # Engines that run at once share the device: each takes its own time, slowed by the others, all at the same time.
+    spread_ms = 0.0
+    for name, load in loads.items():
+        others = interference.get(name, {})
+        slowdown = 1.0 + sum(others.get(other, 1.0) - 1.0 for other in loads if other != name)
+        spread_ms += slowdown * _time_ms(known[name], load, engines[name].view.max_running, snapshot) / len(loads)
+    return chosen if _CLEARLY * together[chosen] < spread_ms else None
+
+
+def _time_ms(known: ModeCoefficients, requests: int, most: int, snapshot: Snapshot) -> float:
+    """Time for so many requests of the usual size, decoded in one batch or several after another."""
+    batch = min(requests, most, MAX_BATCH)
+    prompts_ms = known.prefill_ms_per_token * snapshot.mean_prompt_tokens
+    return requests * (prompts_ms + snapshot.mean_output_tokens / batch * known.step_ms[batch])
