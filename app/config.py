@@ -68,7 +68,8 @@ class EngineSettings(_Settings):
     engine_args: dict[str, Any] = {}
     env: dict[str, str] = {}
     cores: Annotated[str, Field(pattern=r"^(all|\d+(-\d+)?(,\d+(-\d+)?)*)$")] = "all"
-    """On a CPU, where its threads run: `all`, or cores bound one thread each, `0-3` or `0,2`."""
+    """On a CPU, where its threads run: `all`, a thread fewer than there are cores and none bound; or a thread bound to
+    each of a list, `0-3` or `0,2`."""
     max_ongoing_requests: Annotated[int, Field(gt=1)] = 1024
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -51,7 +53,13 @@ console = Console()
 def main(config: Annotated[Path, typer.Argument(help="A Serve config file.")] = Path("serve_config.yaml")) -> None:
     """Serve until interrupted."""
     http = yaml.safe_load(config.read_text()).get("http_options", {})
-    url = f"http://{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}"
+    host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
+    url = f"http://{host}:{port}"
+    if _in_use(host, port):
+        console.print(
+            f"[red]{url} is in use: something else listens there, perhaps another run that still stops.[/red]"
+        )
+        raise typer.Exit(1)
     process = subprocess.Popen(
         [str(Path(sys.executable).with_name("serve")), "run", str(config)],
         env={**FAST_PATH, **os.environ},
@@ -69,6 +77,17 @@ def main(config: Annotated[Path, typer.Argument(help="A Serve config file.")] = 
     finally:
         _stop(process)
     raise typer.Exit(code)
+
+
+def _in_use(host: str, port: int) -> bool:
+    """Whether the port is taken; Serve would try again and again, and say so at length."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

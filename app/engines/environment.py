@@ -39,19 +39,24 @@ def _cpu_environment(cpu: CpuSettings, cores: str) -> dict[str, str]:
     By default vLLM adds a worker process on a CPU, which costs each engine another 15 s of imports to start, half a
     GiB, and a polling loop. It does so to set what OpenMP reads (`vllm.utils.ompmultiprocessing`), which is set here.
     """
-    numbers = sorted(os.sched_getaffinity(0)) if cores == "all" else _numbers(cores)
+    if cores == "all":
+        threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        binding = {}
+    else:
+        numbers = _numbers(cores)
+        threads = len(numbers)
+        listed = ",".join(map(str, numbers))
+        binding = {"KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{listed}]", "GOMP_CPU_AFFINITY": listed}
     env = {
+        **binding,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": str(len(numbers)),
+        "OMP_NUM_THREADS": str(threads),
         # Milliseconds that a thread waits for more before it sleeps, and without the processor's idle instruction.
         "KMP_BLOCKTIME": "5",
         "KMP_TPAUSE": "0",
         # vLLM sets it in the process that starts the engine core, too late for a copy (`app/engines/fork_server.py`).
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
-    if cores != "all":
-        listed = ",".join(map(str, numbers))
-        env |= {"KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{listed}]", "GOMP_CPU_AFFINITY": listed}
     if found := [path for name in cpu.preload if (path := find_library(name))]:
         env["LD_PRELOAD"] = ":".join(found)
     return env
