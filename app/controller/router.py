@@ -209,7 +209,9 @@ class Router:
         observed_ms = usage.last_token_ms - usage.queued_ms
         now_there = sum(len(link.in_flight) for link in self._links)
         if ticket.in_flight_then <= _QUIET_UP_TO and now_there <= _QUIET_UP_TO:
-            self._corrections.observe(decision.mode, features.tag, observed_ms, predicted_ms / terms.correction, now_s)
+            self._corrections.observe(
+                decision.engine, features.tag, observed_ms, predicted_ms / terms.correction, now_s
+            )
         return observed_ms / predicted_ms if predicted_ms > 0 else None
 
     def forget_prefixes(self) -> None:

@@ -1,7 +1,8 @@
-"""Online correction of the profile: observed against predicted latency, per mode and per mode and tag.
+"""Online correction of the profile: observed against predicted latency, per engine and per engine and tag.
 
 This is how a policy learns that speculation pays on rewriting and not on free text, and that a device is slower than
-when it was measured. Factors are bounded and visible (`Snapshot.corrections`).
+when it was measured. Modes of one engine run the same way: a factor for each would let noise choose between them, and
+one that reuses prefixes lose to one that does not. Factors are bounded and visible (`Snapshot.corrections`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ LOWEST_FACTOR = 0.4
 HIGHEST_FACTOR = 2.5
 HALF_LIFE_S = 1800.0
 PRIOR_SAMPLES = 5.0
-"""Samples that the wider estimate counts for: a tag's against its mode's, a mode's against 1."""
+"""Samples that the wider estimate counts for: a tag's against its engine's, an engine's against 1."""
 MAX_EFFECTIVE_SAMPLES = 50.0
 
 
-def correction_key(mode: str, tag: Tag) -> str:
+def correction_key(name: str, tag: Tag) -> str:
     # Concatenation, since formatting an enum member takes ten times as long.
-    return mode + ":" + tag
+    return name + ":" + tag
 
 
 class _LogRatio:
@@ -42,7 +43,7 @@ class _LogRatio:
 
 
 class Corrections:
-    """Learns one factor per mode and one per mode and tag; memory is bounded by their number."""
+    """Learns one factor per engine and one per engine and tag; memory is bounded by their number."""
 
     __slots__ = ("_factors", "_ratios")
 
@@ -52,10 +53,10 @@ class Corrections:
 
     @property
     def factors(self) -> Mapping[str, float]:
-        """By `mode` and `mode:tag`, within the bounds. Never changed: there is a new one after each sample."""
+        """By `engine` and `engine:tag`, within the bounds. Never changed: there is a new one after each sample."""
         return self._factors
 
-    def observe(self, mode: str, tag: Tag, observed_ms: float, predicted_ms: float, now_s: float) -> None:
+    def observe(self, engine: str, tag: Tag, observed_ms: float, predicted_ms: float, now_s: float) -> None:
         """A finished request took `observed_ms` in the engine where the profile alone predicts `predicted_ms`.
 
         The prediction must be without correction (`CostTerms.latency_ms` divided by `correction` where there was no
@@ -65,18 +66,18 @@ class Corrections:
             return
         # A single request, however odd, counts for no more than twice the bounds.
         log_ratio = min(2 * log(HIGHEST_FACTOR), max(2 * log(LOWEST_FACTOR), log(observed_ms) - log(predicted_ms)))
-        key = correction_key(mode, tag)
-        for name in (mode, key):
+        key = correction_key(engine, tag)
+        for name in (engine, key):
             ratio = self._ratios.get(name)
             if ratio is None:
                 ratio = self._ratios[name] = _LogRatio(now_s)
             ratio.add(log_ratio, now_s)
         factors = dict(self._factors)
-        of_mode = self._ratios[mode]
-        wide = of_mode.total / (of_mode.weight + PRIOR_SAMPLES)
-        factors[mode] = _bounded(wide)
+        of_engine = self._ratios[engine]
+        wide = of_engine.total / (of_engine.weight + PRIOR_SAMPLES)
+        factors[engine] = _bounded(wide)
         for name, ratio in self._ratios.items():
-            if name.startswith(f"{mode}:"):
+            if name.startswith(f"{engine}:"):
                 factors[name] = _bounded((ratio.total + PRIOR_SAMPLES * wide) / (ratio.weight + PRIOR_SAMPLES))
         self._factors = factors
 

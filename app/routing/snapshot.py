@@ -66,7 +66,7 @@ class Snapshot(JsonRecord, frozen=True, kw_only=True):
     mean_output_tokens: float = 0.0
     """What requests brought lately, to compute and expected (see `traffic.py`); 0 while there were none."""
     corrections: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """Observed/predicted latency by `mode` and by `mode:tag` (see `corrections.py`)."""
+    """Observed/predicted latency by `engine` and by `engine:tag` (see `corrections.py`)."""
     accepted_per_step: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Learned draft tokens accepted per step by tag (see `acceptance.py`)."""
 

@@ -89,7 +89,7 @@ def predict(
             steps /= 1.0 + accepted_per_step(known, engine, features, snapshot)
         correction = 1.0
         if corrections:
-            correction = corrections.get(mode.name + tag, 0.0) or corrections.get(mode.name, 1.0)
+            correction = corrections.get(mode.engine + tag, 0.0) or corrections.get(mode.engine, 1.0)
         prefill_ms = known.prefill_ms(uncached_tokens) * correction
         decode_ms = steps * known.step_ms[batch] * correction
         own_ms = prefill_ms + decode_ms

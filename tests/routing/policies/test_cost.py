@@ -137,11 +137,21 @@ def test_what_acceptance_shows_online_is_used(decide: Decide, features: Make, sn
 def test_online_correction_changes_the_choice(decide: Decide, features: Make, snapshot: Make) -> None:
     corrections = Corrections()
     for _ in range(30):
-        for mode in ("gptq", "gptq_prefix_caching"):
-            corrections.observe(mode, Tag.NONE, 300.0, 100.0, 0.0)
+        corrections.observe("gptq", Tag.NONE, 300.0, 100.0, 0.0)
     made = decide(features(), snapshot({"corrections": corrections.factors}))
     assert made.engine == "int8"
     assert decide(features(), snapshot()).engine == "gptq"
+
+
+def test_noise_does_not_choose_between_modes_of_one_engine(decide: Decide, features: Make, snapshot: Make) -> None:
+    """The one that reuses prefixes is preferred whatever the engine's factor has come to be."""
+    for observed_ms in (60.0, 100.0, 140.0):
+        corrections = Corrections()
+        for _ in range(10):
+            corrections.observe("gptq", Tag.NONE, observed_ms, 100.0, 0.0)
+        asked = features(prompt_tokens=100, expected_output_tokens=200)
+        made = decide(asked, snapshot({"corrections": corrections.factors}))
+        assert made.mode == "gptq_prefix_caching"
 
 
 def test_objectives(modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make) -> None:
