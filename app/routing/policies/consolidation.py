@@ -9,7 +9,7 @@ together what it asks of one: would they be done sooner on one engine?
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from app.routing.coefficients import MAX_BATCH, ModeCoefficients
 from app.routing.policies.engine_load import EngineLoad, Interference
@@ -21,7 +21,8 @@ _CLEARLY = 1.2
 
 
 def one_engine(
-    predictions: Sequence[Prediction],
+    best: Prediction,
+    eligible: Iterable[str],
     engines: Mapping[str, EngineLoad],
     known: Mapping[str, ModeCoefficients],
     snapshot: Snapshot,
@@ -29,20 +30,17 @@ def one_engine(
 ) -> str | None:
     """The engine that all work should go to from this request on; None when it is better spread.
 
-    predictions: of the eligible modes. known: coefficients by engine. Compared is how long as many requests as there
-    are would take if all were as requests are lately, decoded in the batches that they would make.
+    best: the mode that the request would go to by itself. eligible: engines of the modes that may serve it. known:
+    coefficients by engine. Compared is how long as many requests as there are would take if all were as requests are
+    lately, decoded in the batches that they would make.
     """
-    best = min(predictions, key=lambda found: found.latency_ms + found.others_ms)
     loads = {name: engine.load for name, engine in engines.items() if engine.load}
     present = max(loads, key=loads.__getitem__, default=best.mode.engine)
     loads[best.mode.engine] = loads.get(best.mode.engine, 0) + 1
     if not loads.keys() <= known.keys():
         return None
     requests = sum(loads.values())
-    together = {
-        name: _time_ms(known[name], requests, engines[name].view.max_running, snapshot)
-        for name in {found.mode.engine for found in predictions}
-    }
+    together = {name: _time_ms(known[name], requests, engines[name].view.max_running, snapshot) for name in eligible}
     chosen = min(together, key=together.__getitem__)
     # It stays where most of the work is unless another engine is clearly better.
     if together.get(present, math.inf) <= _CLEARLY * together[chosen]:

@@ -75,8 +75,10 @@ class CostPolicy:
         ranked = self._rank(predictions, features)
         if features.wishes.objective is not Objective.LATENCY or features.batch_size <= self._settings.consolidate_from:
             return self._decision(ranked, features)
-        engine = one_engine(predictions, engines, self._by_engine, snapshot, self._interference)
-        if engine is None or engine == ranked[0][2].mode.engine:
+        best = ranked[0][2]
+        eligible_engines = {found.mode.engine for found in predictions}
+        engine = one_engine(best, eligible_engines, engines, self._by_engine, snapshot, self._interference)
+        if engine is None or engine == best.mode.engine:
             return self._decision(ranked, features)
         kept = [entry for entry in ranked if entry[2].mode.engine == engine]
         return self._decision(kept, features, passed_over=ranked[0])
