@@ -12,7 +12,8 @@ setup: $(VENV)/.installed
 serve: setup
 	@exec $(BIN)/python -m app.launch serve_config.yaml
 
-test: setup lint
+# What takes seconds comes before what takes minutes.
+test: lint setup
 	$(BIN)/python -m pytest
 
 test-modes: setup
@@ -35,7 +36,7 @@ $(VENV)/.installed: $(REQUIREMENTS) pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -e .
 	$(BIN)/python -c "import transformers.models.llama, vllm, ray.serve"
 	@touch $@
-	@date +"%T environment ready"
+	@echo "environment ready after $$(( $$(date +%s) - $$(stat -c %Y $(VENV)/pyvenv.cfg) )) s"
 
 clean:
 	rm -rf $(VENV)

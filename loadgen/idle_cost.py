@@ -1,20 +1,31 @@
 """`idle-cost`: what the application's processes cost while nobody asks anything, and what each engine holds."""
 
+import asyncio
 import dataclasses
+import functools
 import json
+import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 
+from app.launch import FAST_PATH
+from loadgen.client import OpenAIClient
 from loadgen.process_tree import ProcessCost, measure
-from loadgen.servers import write_json
+from loadgen.servers import StartFailed, answers, free_port, running, write_json
 
 _MIB = 2**20
+_EMPTY_START_S = 180.0
+_SETTLE_S = 15.0
+"""After a start, until what only starting costs is over."""
 
 # Ray's processes by what their command line contains; the replicas and the engines below them are its descendants.
 _RAY_MARKS = ("/raylet/raylet", "/gcs/gcs_server", "ray::", "ray/dashboard", "ray/_private", "ray/autoscaler")
@@ -77,6 +88,29 @@ def _sum(name: str, costs: Iterable[ProcessCost]) -> Group:
     )
 
 
+def _cost_when_empty(seconds: float) -> list[ProcessCost]:
+    """Costs of an application without deployments of ours, started as `make serve` does it. Raises StartFailed."""
+    with tempfile.TemporaryDirectory() as folder:
+        port, config, log = free_port(), Path(folder, "serve.yaml"), Path(folder, "serve.log")
+        application = {"name": "empty", "route_prefix": "/", "import_path": "loadgen.empty_app:application"}
+        http = {"host": "127.0.0.1", "port": port}
+        config.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
+        command = [str(Path(sys.executable).with_name("serve")), "run", str(config)]
+        return asyncio.run(_watch_started(command, log, f"http://127.0.0.1:{port}", seconds))
+
+
+async def _watch_started(command: list[str], log: Path, url: str, seconds: float) -> list[ProcessCost]:
+    async with OpenAIClient(url) as client:
+        ready = functools.partial(answers, client)
+        async with running(command, {**FAST_PATH, **os.environ}, log, ready, _EMPTY_START_S):
+            await asyncio.sleep(_SETTLE_S)
+            return measure(ray_processes(), seconds)
+
+
+class AlreadyRunning(Exception):
+    """What is to be measured alone would not be alone."""
+
+
 class EarlierUnreadable(Exception):
     """The earlier result to compare with is missing or is no result of this command."""
 
@@ -114,6 +148,9 @@ def register(app: typer.Typer) -> None:
     def idle_cost(
         seconds: Annotated[float, typer.Option(min=0.1, help="How long to watch; send nothing meanwhile.")] = 30.0,
         pid: Annotated[list[int] | None, typer.Option(help="Roots to watch; all of Ray by default.")] = None,
+        empty: Annotated[
+            bool, typer.Option("--empty", help="Start a Serve application that does nothing, and watch that.")
+        ] = False,
         minus: Annotated[Path | None, typer.Option(help="Earlier result, such as of an empty Serve app.")] = None,
         processes: Annotated[bool, typer.Option(help="Show every process too.")] = True,
         out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
@@ -123,11 +160,13 @@ def register(app: typer.Typer) -> None:
         roots = pid or ray_processes()
         try:
             earlier = None if minus is None else cpu_of(minus)
-        except EarlierUnreadable as error:
+            if empty and roots:
+                raise AlreadyRunning("an application of Ray runs here: stop it first, --empty starts one of its own")
+            with console.status(f"watching for {seconds:g} s"):
+                costs = _cost_when_empty(seconds) if empty else measure(roots, seconds)
+        except (AlreadyRunning, EarlierUnreadable, StartFailed) as error:
             console.print(str(error), style="red", markup=False)
             raise typer.Exit(2) from error
-        with console.status(f"watching for {seconds:g} s"):
-            costs = measure(roots, seconds)
         if not costs:
             console.print("no process to watch: is the application running? (--pid names its roots)", style="red")
             raise typer.Exit(2)

@@ -78,3 +78,21 @@ def test_nothing_to_watch_and_nothing_to_subtract(tmp_path: Path) -> None:
     assert (result.exit_code, "no process to watch" in result.output) == (2, True)
     with pytest.raises(EarlierUnreadable, match="missing"):
         cpu_of(tmp_path / "missing.json")
+
+
+def test_the_empty_application_is_not_measured_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadgen.idle_cost.ray_processes", lambda: [os.getpid()])
+    result = CliRunner().invoke(make_app(), ["idle-cost", "--seconds", "0.1", "--empty"])
+    assert (result.exit_code, "stop it first" in result.output) == (2, True)
+
+
+def test_an_empty_application_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    serve = tmp_path / "serve"
+    serve.write_text("#!/bin/sh\ntest -s $2 && echo no such cluster >&2\nexit 3\n")
+    serve.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr("loadgen.idle_cost.ray_processes", list)
+    result = CliRunner().invoke(make_app(), ["idle-cost", "--seconds", "0.1", "--empty"])
+    assert result.exit_code == 2
+    assert "status 3" in result.output
+    assert "no such cluster" in result.output
