@@ -24,8 +24,9 @@ from loadgen.recipe import Recipe, RequestKind, Slot, trace_of
 from loadgen.routing_simulation import SimulatedRequest, simulate
 
 _SIMULATED = 240
-_LIGHT_SHARE, _SATURATING_SHARE = 0.2, 4.0
-"""Rates, as multiples of the rate at which one engine without batching would just be busy."""
+_LIGHT_SHARE = 0.2
+"""The light rate, as a share of the rate at which one engine without batching would just be busy."""
+_AT_ONCE_PER_S = 1e6
 _TAGS = {"choice": Tag.MULTIPLE_CHOICE, "rewriting": Tag.REWRITING}
 _WORTH_IT = 0.05
 _NOISE = 0.03
@@ -92,13 +93,10 @@ def answer(profile: Profile, modes: Sequence[ModeInfo], recipe: Recipe, settings
     }
     allowed = [mode for mode in measured if all(mode.name in winner.allowed for winner in winners.values())]
     service_s = fmean(winner.latency_ms[measured[0].name] for winner in winners.values()) / 1000
-    gains = [
-        _gain(share / service_s, measured, allowed or measured[:1], coefficients, profile, recipe, settings)
-        for share in (_LIGHT_SHARE, _SATURATING_SHARE)
-    ]
+    load = _Load(measured, allowed or measured[:1], coefficients, profile, recipe, settings)
     admitted = set().union(*(winner.allowed for winner in winners.values()))
     unproven = tuple(mode.name for mode in measured if mode.name not in admitted)
-    return Answer(winners, gains[0], gains[1], unproven)
+    return Answer(winners, load.gain(_LIGHT_SHARE / service_s), load.gain(load.capacity_per_s()), unproven)
 
 
 def features_of(kind: RequestKind, slot: Slot | None = None) -> RequestFeatures:
@@ -137,26 +135,39 @@ def _winner(
     return ClassWinner({one.mode.name: one.latency_ms for one in found}, allowed)
 
 
-def _gain(
-    rate_per_s: float,
-    modes: Sequence[ModeInfo],
-    allowed: Sequence[ModeInfo],
-    coefficients: Mapping[str, ModeCoefficients],
-    profile: Profile,
-    recipe: Recipe,
-    settings: RoutingSettings,
-) -> Gain:
-    requests = [_simulated(recipe.classes[slot.name], slot) for slot in trace_of(recipe, rate_per_s, _SIMULATED, 0)]
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Simulated loads of a recipe's mix."""
 
-    def mean_ms(policy: Policy) -> float:
-        served = simulate(requests, policy, coefficients, profile.interference)
-        return fmean(one.latency_ms for one in served if one.latency_ms is not None)
+    modes: Sequence[ModeInfo]
+    allowed: Sequence[ModeInfo]
+    """Modes that may serve all of it."""
+    coefficients: Mapping[str, ModeCoefficients]
+    profile: Profile
+    recipe: Recipe
+    settings: RoutingSettings
 
-    return Gain(
-        rate_per_s,
-        mean_ms(CostPolicy(modes, settings, profile)),
-        {mode.name: mean_ms(StaticPolicy(mode.name, modes, settings, fall_back=False)) for mode in allowed},
-    )
+    def gain(self, rate_per_s: float) -> Gain:
+        cost = CostPolicy(self.modes, self.settings, self.profile)
+        return Gain(
+            rate_per_s,
+            fmean(self._latencies_ms(cost, rate_per_s)),
+            {mode.name: fmean(self._latencies_ms(self._static(mode), rate_per_s)) for mode in self.allowed},
+        )
+
+    def capacity_per_s(self) -> float:
+        """Requests per second that the best single mode finishes when it never has to wait for one."""
+        ends_ms = (max(self._latencies_ms(self._static(mode), _AT_ONCE_PER_S)) for mode in self.allowed)
+        return 1000 * _SIMULATED / min(ends_ms)
+
+    def _static(self, mode: ModeInfo) -> Policy:
+        return StaticPolicy(mode.name, self.modes, self.settings, fall_back=False)
+
+    def _latencies_ms(self, policy: Policy, rate_per_s: float) -> list[float]:
+        slots = trace_of(self.recipe, rate_per_s, _SIMULATED, 0)
+        requests = [_simulated(self.recipe.classes[slot.name], slot) for slot in slots]
+        served = simulate(requests, policy, self.coefficients, self.profile.interference)
+        return [one.latency_ms for one in served if one.latency_ms is not None]
 
 
 def _simulated(kind: RequestKind, slot: Slot) -> SimulatedRequest:
