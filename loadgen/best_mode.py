@@ -50,6 +50,19 @@ class Constraints:
             broken.add(Constraint.QUALITY)
         return frozenset(broken)
 
+    def judged(self, mode: Measured, reference: Measured) -> frozenset[Constraint]:
+        """The constraints that enough was measured for to tell whether `mode` breaks them."""
+        pairs = {
+            Constraint.ENERGY: [(mode.energy_j_per_token, reference.energy_j_per_token or None)],
+            Constraint.MEMORY: [(mode.memory_mb, reference.memory_mb or None)],
+            Constraint.QUALITY: [
+                (mode.accuracy_pct, reference.accuracy_pct),
+                (mode.rouge_fp16, 1.0),
+                (mode.rouge_reference, reference.rouge_reference),
+            ],
+        }
+        return frozenset(kind for kind, values in pairs.items() if any(None not in pair for pair in values))
+
     def _quality_lost(self, mode: Measured, reference: Measured) -> bool:
         # Where a workload has right answers, these decide, and not the likeness of its text.
         if mode.accuracy_pct is not None and reference.accuracy_pct is not None:
@@ -65,8 +78,8 @@ Table = Mapping[str, Mapping[str, Measured]]
 """Measurements by workload, then by mode."""
 
 
-def best_mode(by_mode: Mapping[str, Measured], reference_mode: str, constraints: Constraints) -> str:
-    """The fastest mode that breaks nothing; the reference itself breaks nothing by definition.
+def safe_modes(by_mode: Mapping[str, Measured], reference_mode: str, constraints: Constraints) -> list[str]:
+    """The modes that break nothing, fastest first; the reference itself breaks nothing by definition.
 
     Raises KeyError when the reference was not measured.
     """
@@ -74,7 +87,12 @@ def best_mode(by_mode: Mapping[str, Measured], reference_mode: str, constraints:
     safe = [
         name for name, mode in by_mode.items() if name == reference_mode or not constraints.broken_by(mode, reference)
     ]
-    return min(safe, key=lambda name: (by_mode[name].latency_ms, name))
+    return sorted(safe, key=lambda name: (by_mode[name].latency_ms, name))
+
+
+def best_mode(by_mode: Mapping[str, Measured], reference_mode: str, constraints: Constraints) -> str:
+    """The fastest of `safe_modes`. Raises KeyError as that does."""
+    return safe_modes(by_mode, reference_mode, constraints)[0]
 
 
 @dataclass(frozen=True, slots=True)

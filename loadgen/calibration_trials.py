@@ -47,6 +47,15 @@ class Counters:
         return Counters(self.generated - earlier.generated, self.accepted - earlier.accepted)
 
 
+async def read_counters(client: OpenAIClient, engine: Engine) -> Counters:
+    """Zeros for an engine that does not speculate: nothing of it is read from counters."""
+    if engine.speculative:
+        for state in await engine_states(client) or []:
+            if state.get("name") == engine.name:
+                return Counters(int(state.get("generation_tokens", 0)), int(state.get("accepted_tokens", 0)))
+    return Counters()
+
+
 def token_ms(record: RequestRecord, begin_ms: float, end_ms: float) -> float | None:
     """Time per token of a stream between two moments, both in ms on the clock of `sent_s`; None where it has none.
 
@@ -124,9 +133,9 @@ class Calibrator:
             add_sample(samples.prefill_j, tokens, joules)
 
     async def _steps(self, engine: Engine, batch: int, text: Text, output_tokens: int) -> None:
-        before = await self._counters(engine)
+        before = await read_counters(self.client, engine)
         records = await self._streams([(engine, text)] * batch, output_tokens)
-        spent = (await self._counters(engine)).since(before)
+        spent = (await read_counters(self.client, engine)).since(before)
         samples = self.samples[engine.name]
         step = _step_ms(engine, records, steady_window_ms(records), spent, batch)
         if step is not None:
@@ -146,22 +155,14 @@ class Calibrator:
 
     async def _together(self, engine: Engine, other: Engine, output_tokens: int) -> None:
         both = (engine, other)
-        before = [await self._counters(one) for one in both]
+        before = [await read_counters(self.client, one) for one in both]
         records = await self._streams([(one, Text.FREE) for one in both], output_tokens)
         window = steady_window_ms(records)
         for one, second, record, earlier in zip(both, reversed(both), records, before, strict=True):
-            spent = (await self._counters(one)).since(earlier)
+            spent = (await read_counters(self.client, one)).since(earlier)
             step = _step_ms(one, [record], window, spent, 1)
             if step is not None:
                 self.samples[one.name].together_ms.setdefault(second.name, []).append(step)
-
-    async def _counters(self, engine: Engine) -> Counters:
-        """Zeros for an engine that does not speculate: nothing of it is read from counters."""
-        if engine.speculative:
-            for state in await engine_states(self.client) or []:
-                if state.get("name") == engine.name:
-                    return Counters(int(state.get("generation_tokens", 0)), int(state.get("accepted_tokens", 0)))
-        return Counters()
 
     async def _streams(self, wanted: Sequence[tuple[Engine, Text]], output_tokens: int) -> list[RequestRecord]:
         origin = time.perf_counter()

@@ -74,9 +74,18 @@ async def offers_energy(client: OpenAIClient, model: str) -> bool:
     return await accepts_include(client, model, INCLUDE)
 
 
+async def tells_energy(client: OpenAIClient, model: str) -> bool:
+    """True when the server fulfils that wish too: an answer's energy is measured, or will be."""
+    told = energy_of((await _ask(client, model, INCLUDE)).extras)
+    return told is not None and told.get("status") in (_SETTLED, _UNSETTLED)
+
+
 async def accepts_include(client: OpenAIClient, model: str, include: str) -> bool:
     """True when the server accepts the wish for these extra objects, which a client states with a header."""
+    return (await _ask(client, model, include)).outcome is Outcome.OK
+
+
+async def _ask(client: OpenAIClient, model: str, include: str) -> RequestRecord:
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     plain = Call.of(body)
-    record = await client.send(dataclasses.replace(plain, headers={**plain.headers, INCLUDE_HEADER: include}))
-    return record.outcome is Outcome.OK
+    return await client.send(dataclasses.replace(plain, headers={**plain.headers, INCLUDE_HEADER: include}))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.best_mode import Constraints, Measured, Score, best_mode, score
+from loadgen.best_mode import Constraint, Constraints, Measured, Score, best_mode, safe_modes, score
 from loadgen.servers import write_json
 
 
@@ -35,18 +36,19 @@ def read_sweep(path: Path) -> SweepTable:
     """The table of a `sweep.json`. Raises SweepUnreadable.
 
     A mode's latency is its ratio to the reference times the reference's median: so all cells of a row rest on rounds
-    that both were measured in, and drift between rounds does not decide.
+    that both were measured in, and drift between rounds does not decide. Its energy too, where it was measured.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         reference, rows = str(found["reference"]), found["rows"]
-        medians = {_cell(row): float(row["latency"]["median"]) for row in rows if row["mode"] == reference}
+        references = {_cell(row): row for row in rows if row["mode"] == reference}
         cells: dict[str, dict[str, Measured]] = {}
         for row in rows:
-            ratio = row["latency"]["ratio"]
-            if ratio is not None and _cell(row) in medians:
-                latency_ms = float(ratio["estimate"]) * medians[_cell(row)]
-                cells.setdefault(_cell(row), {})[str(row["mode"])] = Measured(latency_ms)
+            if (base := references.get(_cell(row))) is None:
+                continue
+            latency_ms = _beside(row["latency"], base["latency"])
+            if latency_ms is not None:
+                cells.setdefault(_cell(row), {})[str(row["mode"])] = _measured(latency_ms, row, base)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SweepUnreadable(f"{path} is no result of sweep: {type(error).__name__}: {error}") from error
     if not cells:
@@ -58,9 +60,46 @@ def _cell(row: dict[str, Any]) -> str:
     return f"{row['workload']} x {row['concurrency']}"
 
 
+def _measured(latency_ms: float, row: Mapping[str, Any], base: Mapping[str, Any]) -> Measured:
+    """Earlier sweeps measured latencies only."""
+    likeness, peak_bytes = (row.get("rouge_l") or {}).get("mean"), row.get("peak_memory_bytes")
+    return Measured(
+        latency_ms,
+        energy_j_per_token=_beside(row.get("j_per_token"), base.get("j_per_token")),
+        memory_mb=None if peak_bytes is None else float(peak_bytes) / 1e6,
+        rouge_fp16=None if likeness is None else float(likeness["estimate"]),
+    )
+
+
+def _beside(quantity: Mapping[str, Any] | None, base: Mapping[str, Any] | None) -> float | None:
+    """A mode's ratio times the reference's median; None where either was not measured."""
+    ratio, middle = (quantity or {}).get("ratio"), (base or {}).get("median")
+    return None if ratio is None or middle is None else float(ratio["estimate"]) * float(middle)
+
+
 def best_modes(table: SweepTable, constraints: Constraints) -> dict[str, str]:
     """The best mode by cell."""
     return {cell: best_mode(by_mode, table.reference, constraints) for cell, by_mode in table.cells.items()}
+
+
+def not_judged(table: SweepTable, constraints: Constraints) -> dict[Constraint, dict[str, list[str]]]:
+    """By constraint, the modes that it could not hold back for want of a measurement, each with the cells of that."""
+    found: dict[Constraint, dict[str, list[str]]] = {}
+    for cell, by_mode in table.cells.items():
+        reference = by_mode[table.reference]
+        for name, mode in by_mode.items():
+            for kind in set(Constraint) - constraints.judged(mode, reference):
+                if name != table.reference:
+                    found.setdefault(kind, {}).setdefault(name, []).append(cell)
+    return dict(sorted(found.items()))
+
+
+def _words(kind: Constraint, missing: Mapping[str, list[str]], table: SweepTable) -> str:
+    whole = sum(len(by_mode) - 1 for by_mode in table.cells.values())
+    if sum(map(len, missing.values())) == whole:
+        return f"The limit of {kind} was not applied: the sweep did not measure it."
+    parts = (f"{mode} in {len(cells)} of {len(table.cells)} cells" for mode, cells in sorted(missing.items()))
+    return f"The limit of {kind} was not applied to {', '.join(parts)}: not measured there."
 
 
 def policy_scores(table: SweepTable, constraints: Constraints) -> dict[str, Score]:
@@ -91,9 +130,11 @@ def register(app: typer.Typer) -> None:
             table = only(table, allow)
         constraints = Constraints()
         best, scores = best_modes(table, constraints), policy_scores(table, constraints)
-        console.print(_best_table(table, best))
+        missing = not_judged(table, constraints)
+        console.print(_best_table(table, best, constraints))
         console.print(_score_table(scores))
-        console.print("A sweep has latencies only: energy, memory and quality are not constrained here.")
+        for kind, modes in missing.items():
+            console.print(_words(kind, modes, table), style="yellow", markup=False)
         if out is not None:
             try:
                 out.parent.mkdir(parents=True, exist_ok=True)
@@ -103,6 +144,7 @@ def register(app: typer.Typer) -> None:
                         "command": "oracle",
                         "reference": table.reference,
                         "best": best,
+                        "not_judged": missing,
                         "scores": {name: dataclasses.asdict(item) for name, item in scores.items()},
                     },
                 )
@@ -120,26 +162,36 @@ def only(table: SweepTable, modes: list[str]) -> SweepTable:
     )
 
 
-def _best_table(table: SweepTable, best: dict[str, str]) -> Table:
+def _best_table(table: SweepTable, best: dict[str, str], constraints: Constraints) -> Table:
     shown = Table(title="Best mode by cell")
-    for name in ("cell", "best", "speed-up", "second", "speed-up"):
+    for name in ("cell", "best", "speed-up", "second", "speed-up", "faster, but breaks"):
         shown.add_column(name)
     for cell, by_mode in table.cells.items():
-        reference_ms = by_mode[table.reference].latency_ms
-        second = min(
-            (mode for mode in by_mode if mode != best[cell]), key=lambda mode: by_mode[mode].latency_ms, default=""
-        )
-        speeds = [f"{reference_ms / by_mode[mode].latency_ms:.3f}" if mode else "" for mode in (best[cell], second)]
-        shown.add_row(cell, best[cell], speeds[0], second, speeds[1])
+        reference = by_mode[table.reference]
+        second = next(iter(safe_modes(by_mode, table.reference, constraints)[1:]), "")
+        speeds = [
+            f"{reference.latency_ms / by_mode[mode].latency_ms:.3f}" if mode else "" for mode in (best[cell], second)
+        ]
+        faster = [
+            f"{name}: {', '.join(sorted(constraints.broken_by(mode, reference)))}"
+            for name, mode in by_mode.items()
+            if mode.latency_ms < by_mode[best[cell]].latency_ms
+        ]
+        shown.add_row(cell, best[cell], speeds[0], second, speeds[1], "\n".join(faster))
     return shown
 
 
 def _score_table(scores: dict[str, Score]) -> Table:
     shown = Table(title="Every cell once")
-    for name in ("", "mean speed-up", "of the oracle", "the oracle's choice"):
+    for name in ("", "mean speed-up", "energy ratio", "of the oracle", "the oracle's choice", "breaks a limit"):
         shown.add_column(name, justify="left" if name == "" else "right")
     for name, item in scores.items():
         shown.add_row(
-            name, f"{item.speedup:.3f}", f"{100 * item.latency_capture:.1f} %", f"{100 * item.oracle_match:.0f} %"
+            name,
+            f"{item.speedup:.3f}",
+            "unknown" if item.energy_ratio is None else f"{item.energy_ratio:.3f}",
+            f"{100 * item.latency_capture:.1f} %",
+            f"{100 * item.oracle_match:.0f} %",
+            str(item.unsafe),
         )
     return shown

@@ -1,6 +1,6 @@
 """What a server says it serves, as routing and a calibration need it: read from `GET /v1/modes`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,36 +36,46 @@ def read_served(overview: Mapping[str, Any], model: str | None, hardware: str | 
 
     Raises NothingServed when no mode is ready, or when a name is neither told nor given.
     """
-    states = {str(one.get("name")): one for one in overview.get("engines") or () if isinstance(one, dict)}
-    modes = []
-    for one in overview.get("data") or ():
-        if one.get("state") != "ready":
-            continue
-        speculative = bool((one.get("engine_delta") or {}).get("speculative_config")) or _draws_drafts(
-            states.get(str(one.get("engine")), {})
-        )
-        modes.append(
-            ModeInfo(
-                str(one["id"]),
-                str(one.get("engine") or one["id"]),
-                str(one.get("weights") or "fp16"),
-                lossless=bool(one.get("lossless")),
-                prefix_reuse=bool(one.get("prefix_reuse")),
-                speculative=speculative,
-            )
-        )
+    modes = read_modes(overview)
     if not modes:
         raise NothingServed("the server has no mode that is ready")
-    firsts: dict[str, Engine] = {}
-    for mode in modes:
-        firsts.setdefault(mode.engine, Engine(mode.engine, mode.name, mode.speculative))
     names = {"model": model or overview.get("model"), "hardware": hardware or overview.get("hardware")}
     for what, name in names.items():
         if not isinstance(name, str) or not name:
             raise NothingServed(f"the server does not say its {what}: give --{what} NAME")
-    lengths = [(one.get("engine_args") or {}).get("max_model_len") for one in states.values()]
+    lengths = [(one.get("engine_args") or {}).get("max_model_len") for one in _states(overview).values()]
     longest = min((int(length) for length in lengths if length), default=_UNKNOWN_CONTEXT_TOKENS)
-    return Served(tuple(modes), tuple(firsts.values()), str(names["model"]), str(names["hardware"]), longest)
+    return Served(modes, engines_of(modes), str(names["model"]), str(names["hardware"]), longest)
+
+
+def read_modes(overview: Mapping[str, Any]) -> tuple[ModeInfo, ...]:
+    """The modes that are ready, from `GET /v1/modes`."""
+    states = _states(overview)
+    return tuple(
+        ModeInfo(
+            str(one["id"]),
+            str(one.get("engine") or one["id"]),
+            str(one.get("weights") or "fp16"),
+            lossless=bool(one.get("lossless")),
+            prefix_reuse=bool(one.get("prefix_reuse")),
+            speculative=bool((one.get("engine_delta") or {}).get("speculative_config"))
+            or _draws_drafts(states.get(str(one.get("engine")), {})),
+        )
+        for one in overview.get("data") or ()
+        if one.get("state") == "ready"
+    )
+
+
+def engines_of(modes: Sequence[ModeInfo]) -> tuple[Engine, ...]:
+    """The engines that carry these modes, each asked through the first of its own."""
+    firsts: dict[str, Engine] = {}
+    for mode in modes:
+        firsts.setdefault(mode.engine, Engine(mode.engine, mode.name, mode.speculative))
+    return tuple(firsts.values())
+
+
+def _states(overview: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {str(one.get("name")): one for one in overview.get("engines") or () if isinstance(one, dict)}
 
 
 def _draws_drafts(state: Mapping[str, Any]) -> bool:

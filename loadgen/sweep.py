@@ -2,30 +2,29 @@
 
 import dataclasses
 import time
-import zlib
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from loadgen.calibration_plan import Engine
+from loadgen.calibration_trials import Calibrator
 from loadgen.client import OpenAIClient, ServerFault
+from loadgen.decode_limit import decode_limits
+from loadgen.energy_facts import EnergySource, tells_energy
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.records import OutputUnwritable, RecordWriter
-from loadgen.runner import ClosedLoop, LoadRun, Manner
+from loadgen.served_modes import engines_of, read_modes
 from loadgen.server_facts import NothingServed, engines, first_model, ready_modes, tokenizer_folder
 from loadgen.servers import write_json
-from loadgen.statistics import summarise
-from loadgen.sweep_plan import QUANTITIES, Cell, Results, Stopping, TrialResult, TrialSpoilt, next_round, read_trial
+from loadgen.sweep_interference import BUDGET_SHARE, Interference, measure_interference
+from loadgen.sweep_plan import Cell, Results, Stopping, next_round
+from loadgen.sweep_report import Found, rows_of, summary_of, tables_of, words_of
+from loadgen.sweep_trials import SweepTrials
 from loadgen.workloads import WORKLOADS
-
-# Waves of a trial: enough that a stream's start and end do not make the whole of it.
-_REQUESTS_PER_STREAM = 2
-_WARMUP_FIRST = 10**6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,56 +39,13 @@ class Options:
     stopping: Stopping
     budget_s: float
     exact_output: bool
+    interference: bool
     out: Path
     seed: int
 
 
-@dataclasses.dataclass(slots=True)
-class Found:
-    """Results so far, kept outside of the coroutine, so that an interruption loses nothing."""
-
-    results: Results
-    modes: list[str] = dataclasses.field(default_factory=list)
-    ended: str = "interrupted"
-    engines: Any = None
-
-
-@dataclasses.dataclass(slots=True)
-class _Sweep:
-    """The running sweep: one trial at a time, so that modes do not disturb one another."""
-
-    options: Options
-    client: OpenAIClient
-    served: str
-    maker: PromptMaker
-    writer: RecordWriter
-    found: Found
-
-    async def trial(self, cell: Cell, mode: str, number: int) -> TrialResult:
-        """One mode in one cell. All modes get equal prompts in a round where caches can be emptied, else their own."""
-        was_reset = await self.client.reset_prefix_cache()
-        count = cell.concurrency * _REQUESTS_PER_STREAM
-        seed = self.options.seed if was_reset else zlib.crc32(f"{self.options.seed}/{mode}".encode())
-        workload = WORKLOADS[cell.workload]
-        first = (number if number >= 0 else _WARMUP_FIRST) * count
-        items = [workload.item(self.maker, seed, first + index) for index in range(count)]
-        manner = Manner(f"{self.served}:{mode}", exact_output=self.options.exact_output, seed=self.options.seed)
-        load = LoadRun(self.client, items, manner, self.writer, warmup=number < 0)
-        await load.go(ClosedLoop(cell.concurrency))
-        return read_trial(load.progress.records, load.progress.wall_s)
-
-    async def round(self, number: int, work: Sequence[tuple[Cell, list[str]]], console: Console) -> None:
-        for cell, order in work:
-            for mode in order:
-                with console.status(f"round {number + 1}: {cell.workload} x {cell.concurrency}, {mode}"):
-                    try:
-                        self.found.results.add(cell, mode, number, await self.trial(cell, mode, number))
-                    except TrialSpoilt as spoilt:
-                        self.found.results.failures.append(f"round {number + 1}, {cell}, {mode}: {spoilt}")
-
-
 async def _measure(options: Options, found: Found, console: Console) -> None:
-    deadline = time.perf_counter() + options.budget_s
+    began = time.perf_counter()
     async with AsyncExitStack() as stack:
         writer = stack.enter_context(RecordWriter(options.out))
         client = await stack.enter_async_context(OpenAIClient(options.base_url))
@@ -97,78 +53,83 @@ async def _measure(options: Options, found: Found, console: Console) -> None:
         if options.reference not in found.modes:
             raise NothingServed(f"the reference mode {options.reference!r} is not among: {', '.join(found.modes)}")
         maker = PromptMaker(ChatTokenizer.load(options.tokenizer or await tokenizer_folder(client)))
-        sweep = _Sweep(options, client, await first_model(client), maker, writer, found)
+        served = await first_model(client)
+        found.energy = EnergySource(await tells_energy(client, f"{served}:{options.reference}"))
+        with console.status("what is served, and the memory bandwidth of this machine"):
+            by_mode = await _engines_by_mode(options, client, found)
+        trials = SweepTrials(
+            client,
+            served,
+            options.reference,
+            maker,
+            writer,
+            found.energy,
+            found.results,
+            options.seed,
+            options.exact_output,
+            by_mode,
+            found.limits,
+        )
         for mode in found.modes:
             with console.status(f"warm-up of {mode}"):
-                await _warm_up(sweep, options.cells[0], mode)
-        number = 0
-        while work := list(
-            next_round(found.results, options.cells, found.modes, options.stopping, number, options.seed)
-        ):
-            if time.perf_counter() > deadline:
-                found.ended = "the budget of time ended"
-                break
-            await sweep.round(number, work, console)
-            number += 1
-        else:
-            found.ended = (
-                "every interval is narrow enough" if number < options.stopping.max_rounds else "the rounds ended"
-            )
-        found.engines = await engines(client)
+                await trials.warm_up(options.cells[0], mode)
+        engines_used = {engine.name: engine for engine in by_mode.values()}
+        closing = options.interference and len(engines_used) > 1
+        rounds_s = options.budget_s * (1 - BUDGET_SHARE if closing else 1)
+        found.ended = await _rounds(options, found, trials, began + rounds_s, console)
+        if closing:
+            found.interference = Interference()
+            # Its joules are asked for by nobody.
+            calibrator = Calibrator(client, served, engines_used, maker, EnergySource(False), seed=options.seed)
+            await measure_interference(calibrator, found.interference, began + options.budget_s, options.seed, console)
+            found.states = await engines(client)
 
 
-async def _warm_up(sweep: _Sweep, cell: Cell, mode: str) -> None:
+async def _engines_by_mode(options: Options, client: OpenAIClient, found: Found) -> dict[str, Engine]:
+    """The engine of each measured mode, with its memory limit in `found`; empty where the server does not tell."""
     try:
-        await sweep.trial(cell, mode, -1)
-    except TrialSpoilt as spoilt:
-        sweep.found.results.failures.append(f"warm-up, {mode}: {spoilt}")
+        overview = await client.get_json("/v1/modes")
+    except ServerFault:
+        return {}
+    modes = [mode for mode in read_modes(overview) if mode.name in found.modes]
+    by_name = {engine.name: engine for engine in engines_of(modes)}
+    found.engine_of = {mode.name: mode.engine for mode in modes}
+    found.states = overview.get("engines")
+    if any(cell.concurrency == 1 for cell in options.cells):
+        limits = decode_limits([state for state in found.states or () if state.get("name") in by_name])
+        found.limits = {mode: limits[engine] for mode, engine in found.engine_of.items() if engine in limits}
+    return {mode: by_name[engine] for mode, engine in found.engine_of.items()}
 
 
-def rows_of(found: Found) -> list[dict[str, Any]]:
-    """One row per cell and mode: medians of the trials, and ratios to the reference with their intervals."""
-    rows = []
-    for cell, by_mode in sorted(found.results.trials.items()):
-        for mode, trials in by_mode.items():
-            row: dict[str, Any] = {"workload": cell.workload, "concurrency": cell.concurrency, "mode": mode}
-            for name, of in QUANTITIES.items():
-                middle = summarise([value for trial in trials.values() if (value := of(trial)) is not None])
-                ratio = found.results.ratio(cell, mode, name)
-                row[name] = {
-                    "median": None if middle is None else middle.p50,
-                    "ratio": None if ratio is None else ratio._asdict(),
-                }
-            rows.append(row)
+async def _rounds(options: Options, found: Found, trials: SweepTrials, deadline: float, console: Console) -> str:
+    """Rounds until all is known well enough; returns why they ended. After each, what there is is written."""
+    number = 0
+    while work := list(next_round(found.results, options.cells, found.modes, options.stopping, number, options.seed)):
+        for cell, order in work:
+            # The first round is made whole in any case: it alone has all cells.
+            if number and time.perf_counter() > deadline:
+                return "the budget of time ended"
+            await trials.cell(cell, order, number, console)
+        found.states = await engines(trials.client)
+        _write(options, found)
+        number += 1
+    return "every interval is narrow enough" if number < options.stopping.max_rounds else "the rounds ended"
+
+
+def _write(options: Options, found: Found) -> list[dict[str, Any]]:
+    rows = rows_of(found)
+    write_json(options.out / "sweep.json", summary_of(found, rows, dataclasses.asdict(options)))
     return rows
 
 
-def _table(found: Found) -> Table:
-    table = Table(title=f"Ratios to {found.results.reference} in the same rounds [95 %]")
-    for name in ("workload", "at once", "mode", "latency", "TTFT", "between tokens", "tokens/s", "rounds"):
-        table.add_column(name, justify="left" if name in ("workload", "mode") else "right")
-    for cell, by_mode in sorted(found.results.trials.items()):
-        for mode, trials in by_mode.items():
-            ratios = (found.results.ratio(cell, mode, name) for name in QUANTITIES)
-            words = ("" if ratio is None else ratio.words() for ratio in ratios)
-            table.add_row(cell.workload, str(cell.concurrency), mode, *words, str(len(trials)))
-        table.add_section()
-    return table
-
-
 def _report(options: Options, found: Found, console: Console) -> None:
-    console.print(_table(found))
-    console.print(f"ended: {found.ended}")
-    for failure in found.results.failures:
+    rows = _write(options, found)
+    for table in tables_of(found, rows):
+        console.print(table)
+    for sentence in words_of(found, rows):
+        console.print(sentence, markup=False)
+    for failure in found.failures:
         console.print(f"left out: {failure}", style="yellow", markup=False)
-    summary = {
-        "command": "sweep",
-        "reference": found.results.reference,
-        "ended": found.ended,
-        "options": {key: str(value) for key, value in dataclasses.asdict(options).items()},
-        "rows": rows_of(found),
-        "failures": found.results.failures,
-        "engines": found.engines,
-    }
-    write_json(options.out / "sweep.json", summary)
     console.print(f"{options.out / 'sweep.json'} and {options.out / 'requests.jsonl'} hold the figures.", markup=False)
 
 
@@ -188,8 +149,11 @@ def register(app: typer.Typer) -> None:
         tolerance: Annotated[float, typer.Option(min=0.001, help="Half-width of the interval that is enough.")] = 0.05,
         min_rounds: Annotated[int, typer.Option(min=2)] = 3,
         max_rounds: Annotated[int, typer.Option(min=1)] = 20,
-        budget_s: Annotated[float, typer.Option(min=1.0, help="No round begins after this time.")] = 1800.0,
+        budget_s: Annotated[
+            float, typer.Option(min=1.0, help="But for the first round, nothing begins after this time.")
+        ] = 1800.0,
         exact_output: Annotated[bool, typer.Option(help="Send vLLM's ignore_eos.")] = True,
+        interference: Annotated[bool, typer.Option(help="At the end, time each pair of engines at once.")] = True,
         out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results/sweep"),
         seed: int = 0,
     ) -> None:
@@ -201,7 +165,17 @@ def register(app: typer.Typer) -> None:
         cells = [Cell(name, streams) for name in workloads for streams in concurrency or [1, 8]]
         stopping = Stopping(tolerance, min_rounds, max_rounds)
         options = Options(
-            base_url, mode or [], reference, cells, tokenizer, stopping, budget_s, exact_output, out, seed
+            base_url,
+            mode or [],
+            reference,
+            cells,
+            tokenizer,
+            stopping,
+            budget_s,
+            exact_output,
+            interference,
+            out,
+            seed,
         )
         found = Found(Results(reference))
         try:
@@ -212,5 +186,5 @@ def register(app: typer.Typer) -> None:
         _report(options, found, console)
         if interrupted:
             raise typer.Exit(EXIT_INTERRUPTED)
-        if found.results.failures:
+        if found.failures:
             raise typer.Exit(1)

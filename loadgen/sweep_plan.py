@@ -18,20 +18,40 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """One mode in one cell in one round: means over its requests. Unknown is None."""
+    """One mode in one cell in one round: means over its requests. Unknown is None.
+
+    j_per_token: joules above idle per output token of all its requests together.
+    bandwidth_share: decode steps per s as a part of what reading the weights allows; of one stream only.
+    rouge_l, same_text: ROUGE-L F to the reference mode's greedy text for the same prompt, and the part of prompts whose
+    texts are the very same, both 0 to 1; None where prompts differed, and for the reference itself.
+    """
 
     latency_ms: float
     ttft_ms: float | None
     between_tokens_ms: float | None
     tokens_per_s: float
+    j_per_token: float | None = None
+    bandwidth_share: float | None = None
+    rouge_l: float | None = None
+    same_text: float | None = None
 
 
-QUANTITIES: dict[str, Callable[[TrialResult], float | None]] = {
+Quantity = Callable[[TrialResult], float | None]
+
+QUANTITIES: dict[str, Quantity] = {
     "latency": lambda trial: trial.latency_ms,
     "ttft": lambda trial: trial.ttft_ms,
     "between_tokens": lambda trial: trial.between_tokens_ms,
     "tokens_per_s": lambda trial: trial.tokens_per_s,
+    "j_per_token": lambda trial: trial.j_per_token,
+    "bandwidth_share": lambda trial: trial.bandwidth_share,
 }
+"""What is told as a ratio to the reference."""
+LIKENESS: dict[str, Quantity] = {
+    "rouge_l": lambda trial: trial.rouge_l,
+    "same_text": lambda trial: trial.same_text,
+}
+"""What compares with the reference already, so it is told as a mean."""
 STOPPING_QUANTITY = "latency"
 
 
@@ -69,6 +89,11 @@ class Results:
 
     def add(self, cell: Cell, mode: str, number: int, trial: TrialResult) -> None:
         self.trials.setdefault(cell, {}).setdefault(mode, {})[number] = trial
+
+    def values(self, cell: Cell, mode: str, of: Quantity) -> list[float]:
+        """Of the trials that know it, by round."""
+        trials = self.trials.get(cell, {}).get(mode, {})
+        return [value for _, trial in sorted(trials.items()) if (value := of(trial)) is not None]
 
     def ratio(self, cell: Cell, mode: str, quantity: str) -> Interval | None:
         """`mode` against the reference in the same rounds; None without a round that has both."""

@@ -3,6 +3,7 @@ import json
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -49,7 +50,19 @@ async def lines_in(path: Path, wanted: int) -> None:
         await asyncio.sleep(0.05)
 
 
-async def finished(process: "subprocess.Popen[str]") -> str:
+async def finished(process: "subprocess.Popen[str]", timeout_s: float = 60) -> str:
     """All that a process says until its end."""
-    words, _ = await asyncio.to_thread(process.communicate, None, 60)
+    words, _ = await asyncio.to_thread(process.communicate, None, timeout_s)
     return str(words)
+
+
+def write_weights(path: Path, *tensors: tuple[str, int]) -> None:
+    """A safetensors file with these tensors, of which nobody reads more than the header."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, size in tensors:
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    content = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(end))

@@ -32,6 +32,8 @@ class FakeEngine:
     slowdown: float = 1.5  # while any other engine is active
     accepted: int | None = None  # draft tokens per step where the output repeats the prompt
     joules_per_token: float | None = None
+    model: str = "tiny-model"
+    """The folder of its weights."""
     generation_tokens: int = 0
     accepted_tokens: int = 0
     jobs: list[FakeJob] = field(default_factory=list)
@@ -80,7 +82,8 @@ class FakeEngine:
             "accepted_tokens": self.accepted_tokens,
             "draft_tokens": self.accepted_tokens,
             "peak_memory_bytes": 1000 + len(self.name),
-            "engine_args": {"max_model_len": 2048},
+            "engine_args": {"max_model_len": 2048, "model": self.model},
+            "env": {"OMP_NUM_THREADS": "1"},
         }
 
 
@@ -101,6 +104,8 @@ class FakeApplication:
     fail_after: int | None = None
     ignores_policies: bool = False
     resets: int = 0
+    told: dict[str, Body] = field(default_factory=dict)
+    """Energy by request, for its record."""
 
     def __post_init__(self) -> None:
         for engine in self.engines:
@@ -140,7 +145,8 @@ class FakeApplication:
         return web.json_response({"model": "tiny-model", "hardware": "box", "data": data, "engines": engines})
 
     async def _request(self, request: web.Request) -> web.Response:
-        return web.json_response({"request_id": request.match_info["id"], "features": {"prompt_tokens": 7}})
+        name = request.match_info["id"]
+        return web.json_response({"request_id": name, "features": {"prompt_tokens": 7}, "energy": self.told.get(name)})
 
     async def _reset(self, request: web.Request) -> web.Response:
         self.resets += 1
@@ -160,6 +166,7 @@ class FakeApplication:
             return web.json_response({"error": {"message": "energy unknown", "code": "bad"}}, status=400)
         policy = None if self.ignores_policies else request.headers.get("x-modeswitch-policy")
         self.policies.append(policy)
+        name = f"r{len(self.policies)}"
         if self.fail_after is not None and len(self.policies) > self.fail_after:
             return web.json_response({"error": {"message": "overloaded", "code": "overloaded"}}, status=503)
         body: Body = await request.json()
@@ -170,28 +177,35 @@ class FakeApplication:
         text = " ".join(message["content"] for message in body["messages"])
         job = FakeJob(len(text.split()), body["max_tokens"], "Rewrite" in text)
         extras: Body = {}
-        if "energy" in include and engine.joules_per_token is not None:
+        if self.energy and engine.joules_per_token is not None:
             joules = engine.joules_per_token * (body["max_tokens"] - 1) + 0.01 * job.prompt_tokens
-            extras = {"energy": {"joules": joules, "method": "modelled", "scope": "box", "status": "final"}}
-        return await (self._stream if body.get("stream") else self._whole)(request, body, mode, engine, job, extras)
-
-    async def _whole(
-        self, request: web.Request, body: Body, mode: str, engine: FakeEngine, job: FakeJob, extras: Body
-    ) -> web.StreamResponse:
-        return web.json_response({"choices": [{"message": {"content": "a"}}], "modeswitch": extras})
+            energy = {"joules": joules, "method": "modelled", "scope": "box", "status": "final"}
+            self.told[name] = energy
+            extras = {"energy": energy} if "energy" in include else {}
+        if not body.get("stream"):
+            return web.json_response({"choices": [{"message": {"content": "a"}}], "modeswitch": extras})
+        headers = {"content-type": "text/event-stream", "x-modeswitch-mode": mode, "x-request-id": name}
+        return await self._stream(request, body, engine, job, extras, headers)
 
     async def _stream(
-        self, request: web.Request, body: Body, mode: str, engine: FakeEngine, job: FakeJob, extras: Body
+        self,
+        request: web.Request,
+        body: Body,
+        engine: FakeEngine,
+        job: FakeJob,
+        extras: Body,
+        headers: dict[str, str],
     ) -> web.StreamResponse:
-        headers = {"content-type": "text/event-stream", "x-modeswitch-mode": mode, "x-request-id": "r1"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         engine.add(job)
         wanted = body["max_tokens"]
         while wanted > 0:
             tokens = await job.frames.get()
+            # A lossy mode's first word is another one.
+            word = "w " if engine.lossless or wanted < body["max_tokens"] else "v "
             wanted -= tokens
-            choice = {"index": 0, "delta": {"content": "w " * tokens}, "finish_reason": None}
+            choice = {"index": 0, "delta": {"content": word * tokens}, "finish_reason": None}
             await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
         usage = {"prompt_tokens": job.prompt_tokens, "completion_tokens": body["max_tokens"]}
         tail = {"choices": [], "usage": usage, "modeswitch": extras}

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.best_mode import Constraint, Constraints, Measured, best_mode, score
+from loadgen.best_mode import Constraint, Constraints, Measured, best_mode, safe_modes, score
 
 REFERENCE = Measured(100.0, 4.0, 1000.0, accuracy_pct=50.0, rouge_reference=0.30)
 
@@ -26,9 +26,26 @@ def test_each_constraint_at_its_edge(mode: Measured, broken: set[Constraint]) ->
 def test_the_fastest_safe_mode_wins_and_the_reference_is_always_safe() -> None:
     table = {"ref": REFERENCE, "fast": Measured(10.0, 8.0), "safe": Measured(60.0, 2.0), "slow": Measured(150.0, 1.0)}
     assert best_mode(table, "ref", Constraints()) == "safe"
+    assert safe_modes(table, "ref", Constraints()) == ["safe", "ref", "slow"]
     assert best_mode({"ref": REFERENCE, "fast": Measured(10.0, 8.0)}, "ref", Constraints()) == "ref"
     with pytest.raises(KeyError):
         best_mode({"safe": REFERENCE}, "ref", Constraints())
+
+
+@pytest.mark.parametrize(
+    ("mode", "judged"),
+    [
+        (Measured(50.0), set()),
+        (Measured(50.0, 0.0, 1.0), {Constraint.ENERGY, Constraint.MEMORY}),
+        (Measured(50.0, rouge_fp16=0.0), {Constraint.QUALITY}),
+        (Measured(50.0, rouge_reference=0.3), {Constraint.QUALITY}),
+        (Measured(50.0, accuracy_pct=0.0), {Constraint.QUALITY}),
+    ],
+)
+def test_a_constraint_judges_what_was_measured_on_both_sides(mode: Measured, judged: set[Constraint]) -> None:
+    assert Constraints().judged(mode, REFERENCE) == judged
+    if mode.rouge_fp16 is None:
+        assert Constraints().judged(mode, Measured(100.0)) == set()
 
 
 def test_a_score_by_hand() -> None:
