@@ -22,6 +22,9 @@ from app.routing.settings import RoutingSettings
 
 PRESETS = ("cpu", "a100-40gb")
 _BYTES_PER_GIB = 2**30
+_VLLM_MEMORY_FRACTION = 0.92
+"""vLLM's own `gpu_memory_utilization`. Setting the KV cache in bytes does not lift it: an engine starts only where that
+much of the device is free."""
 
 
 class ConfigError(ValueError):
@@ -220,20 +223,45 @@ class Settings(_Settings):
         vLLM reads `gpu_memory_utilization` as a fraction of the whole device for each engine, so the sum counts.
         """
         each = {spec.name: self.engine_settings(spec.name) for spec in self.engine_specs}
+        fractions = {spec.name: self._memory_fraction(spec) for spec in self.engine_specs}
         shares = sum(settings.num_gpus for settings in each.values())
-        fractions = sum(settings.gpu_memory_utilization or 0.0 for settings in each.values())
-        if shares <= 1 + 1e-9 and fractions <= 1 + 1e-9:
+        total = sum(fraction or 0.0 for fraction in fractions.values())
+        if self.platform == "cuda":
+            total += _VLLM_MEMORY_FRACTION * list(fractions.values()).count(None)
+        if shares <= 1 + 1e-9 and total <= 1 + 1e-9:
             return
         rows = [f"{'engine':<26}{'num_gpus':>9}{'gpu_memory_utilization':>24}{'KV GiB':>9}"]
         for name, settings in each.items():
             kv_gib = settings.kv_cache_memory_bytes and settings.kv_cache_memory_bytes / _BYTES_PER_GIB
-            fraction = settings.gpu_memory_utilization
             rows.append(
-                f"{name:<26}{settings.num_gpus:>9.2f}{'-' if fraction is None else f'{fraction:.2f}':>24}"
+                f"{name:<26}{settings.num_gpus:>9.2f}{self._show(fractions[name]):>24}"
                 f"{'-' if kv_gib is None else f'{kv_gib:.2f}':>9}"
             )
-        rows.append(f"{'sum (at most 1)':<26}{shares:>9.2f}{fractions:>24.2f}")
+        rows.append(f"{'sum (at most 1)':<26}{shares:>9.2f}{total:>24.2f}")
+        if self.platform == "cuda" and None in fractions.values():
+            rows.append(
+                f"Where gpu_memory_utilization is not set, vLLM takes {_VLLM_MEMORY_FRACTION}, also beside "
+                "kv_cache_memory_bytes: set it in engine_defaults or in engines.<name>."
+            )
         raise ValueError("the engines do not fit on one device:\n" + "\n".join(rows))
+
+    def _memory_fraction(self, spec: EngineSpec) -> float | None:
+        """What the engine will be given as `gpu_memory_utilization` (see `vllm_args`); None: vLLM's own."""
+        settings = self.engine_settings(spec.name)
+        own = self.engines.get(spec.name, {}).get("engine_args", {})
+        fraction: object = settings.gpu_memory_utilization
+        for args in (self.engine_defaults.engine_args, spec.delta, own):
+            fraction = args.get("gpu_memory_utilization", fraction)
+        if fraction is None:
+            return None
+        if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+            raise ValueError(f"engine {spec.name!r}: gpu_memory_utilization must be in (0, 1], not {fraction!r}")
+        return float(fraction)
+
+    def _show(self, fraction: float | None) -> str:
+        if fraction is not None:
+            return f"{fraction:.2f}"
+        return f"not set: {_VLLM_MEMORY_FRACTION}" if self.platform == "cuda" else "-"
 
 
 def load_settings(args: Mapping[str, Any], has_gpu: bool = False) -> Settings:

@@ -3,6 +3,7 @@
 import pytest
 
 from app.config import ConfigError, load_settings
+from app.engines.starting import vllm_args
 
 
 def test_auto_picks_the_preset_by_what_the_cluster_has():
@@ -65,6 +66,48 @@ def test_memory_fractions_count_for_the_whole_device():
     lines = str(refusal.value).splitlines()
     assert [line.split()[0] for line in lines if line.startswith(("fp16", "int8", "sum"))] == ["fp16", "int8", "sum"]
     assert "1.20" in lines[-1]
+
+
+def test_every_engine_of_the_gpu_preset_starts_beside_the_others():
+    """vLLM asks for its fraction of the device to be free, whatever the KV cache's size in bytes."""
+    settings = load_settings({"preset": "a100-40gb"})
+    fractions = [vllm_args(spec, settings).get("gpu_memory_utilization") for spec in settings.engine_specs]
+    assert len(fractions) == 3
+    assert None not in fractions
+    assert sum(fractions) <= 1
+    # What is free when the last one starts: the device without the weights and caches of those before it, in GB, and
+    # 2.5 GB for the context, graphs and activations of each.
+    total_gb, kv_gb = 42.3, settings.engine_defaults.kv_cache_memory_bytes / 1e9
+    assert fractions[-1] * total_gb <= total_gb - (16.1 + 8.6) - 2 * (kv_gb + 2.5)
+
+
+NEITHER = {"engine_defaults": {"gpu_memory_utilization": None}}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        NEITHER,
+        {"engine_defaults": {"gpu_memory_utilization": None, "kv_cache_memory_bytes": None}},
+        {"engine_defaults": {"engine_args": {"gpu_memory_utilization": None}}},
+    ],
+)
+def test_an_unset_fraction_is_vllms_own(args):
+    with pytest.raises(ConfigError, match=r"not set, vLLM takes 0\.92") as refusal:
+        load_settings({"preset": "a100-40gb", "modes": ["fp16", "int8"], **args})
+    assert "1.84" in str(refusal.value)
+    assert load_settings({"preset": "a100-40gb", "modes": ["fp16"], **args})
+    assert load_settings({"preset": "cpu", "modes": ["fp16", "int8"], **args})
+
+
+def test_the_fraction_that_counts_is_the_one_vllm_gets():
+    two = {"preset": "a100-40gb", "modes": ["fp16", "int8"]}
+    with pytest.raises(ConfigError, match=r"0\.15 *1\.50\n.*1\.05"):
+        load_settings({**two, "engines": {"fp16": {"engine_args": {"gpu_memory_utilization": 0.9}}}})
+    fits = {"engines": {"fp16": {"gpu_memory_utilization": 0.9, "engine_args": {"gpu_memory_utilization": 0.5}}}}
+    assert load_settings({**two, **fits})
+    with pytest.raises(ConfigError, match="must be in"):
+        load_settings({**two, "engine_defaults": {"engine_args": {"gpu_memory_utilization": "half"}}})
 
 
 def test_home_follows_the_environment(monkeypatch, tmp_path):
