@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from app.config import Settings
-from app.energy.samplers.modelled import cpu_model_name
+from app.processor import processor_name
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -153,7 +153,7 @@ class Device:
     def identify(self) -> str:
         """The hardware's name, as profiles state what they were measured on."""
         if self._platform == "cpu":
-            return f"{cpu_model_name()}, {psutil.cpu_count(logical=True)} cores"
+            return f"{processor_name()}, {psutil.cpu_count(logical=True)} cores"
         return _gpu_name()
 
 
@@ -174,7 +174,7 @@ def _read_nvml() -> Reading:
 
     try:
         with _nvml() as nvml:
-            memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(visible_gpu_uuid()))
+            memory = nvml.nvmlDeviceGetMemoryInfo(_visible_device(nvml))
             return Reading(int(memory.free), int(memory.total))
     except pynvml.NVMLError as error:
         log.warning("NVML cannot be read: %s", error)
@@ -186,24 +186,46 @@ def _gpu_name() -> str:
 
     try:
         with _nvml() as nvml:
-            return str(nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByUUID(visible_gpu_uuid())))
+            return str(nvml.nvmlDeviceGetName(_visible_device(nvml)))
     except pynvml.NVMLError as error:
         log.warning("NVML cannot tell the GPU's name: %s", error)
         return "unknown GPU"
 
 
 def visible_gpu_uuid() -> str:
-    """This process's GPU by UUID: NVML's numbers are not CUDA's.
+    """UUID of the GPU that this process runs on, as the energy meter names it: for a MIG slice, of the whole GPU.
 
     Raises:
-        pynvml.NVMLError: there is none.
+        pynvml.NVMLError: there is none, or NVML cannot tell.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-    if visible.startswith("GPU-"):
-        return visible
     with _nvml() as nvml:
-        handle = nvml.nvmlDeviceGetHandleByIndex(int(visible) if visible.isdigit() else 0)
+        handle = _visible_device(nvml)
+        if nvml.nvmlDeviceIsMigDeviceHandle(handle).value:
+            handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
         return str(nvml.nvmlDeviceGetUUID(handle))
+
+
+def _visible_device(nvml: Any) -> Any:
+    """NVML's handle of this process's first CUDA device, which may be a MIG slice.
+
+    `CUDA_VISIBLE_DEVICES` names it by UUID (`GPU-...`, perhaps cut short, or `MIG-...`) or by an index, which is
+    NVML's only because engines run with `CUDA_DEVICE_ORDER=PCI_BUS_ID` (`app/engines/environment.py`). Where nothing
+    is named, as for the lease's own actor, which has no share of a GPU, it is the node's first.
+
+    Raises:
+        pynvml.NVMLError: no such device.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+    if named.isdigit():
+        return nvml.nvmlDeviceGetHandleByIndex(int(named))
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(named)
+    except nvml.NVMLError_NotFound:
+        gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        begin_so = [gpu for gpu in gpus if named.startswith("GPU-") and nvml.nvmlDeviceGetUUID(gpu).startswith(named)]
+        if len(begin_so) != 1:
+            raise
+        return begin_so[0]
 
 
 @asynccontextmanager

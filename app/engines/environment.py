@@ -28,7 +28,10 @@ def engine_environment(settings: Settings, engine: str) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "VLLM_NO_USAGE_STATS": "1",
     }
-    if settings.platform == "cpu":
+    if settings.platform == "cuda":
+        # CUDA's own order is the fastest first; NVML counts by bus, and the two must mean the same GPU.
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    else:
         env |= _cpu_environment(settings.cpu, own.cores)
     return env | own.env
 

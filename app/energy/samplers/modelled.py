@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from app.energy.samplers.base import MeterInfo, MeterUnavailable, Method, Point, Sample
 from app.energy.samplers.core_watts import watts_per_core
 from app.energy.samplers.process_tree import ProcessTree
+from app.processor import processor_name
 
 _PERIOD_S = 0.2
 """Reading a dozen processes costs about half a millisecond, and their clock ticks are 10 ms."""
@@ -17,15 +16,6 @@ _QUIET_PERIOD_S = 1.0
 _QUIET_CORES = 0.25
 """Below this nothing runs but the idle loops of a few processes, and there is nothing to tell apart in time."""
 _BLUR_S = 0.01
-
-
-def cpu_model_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU's name as the kernel tells it, or the machine type."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.machine()
 
 
 class ModelledSampler:
@@ -38,7 +28,7 @@ class ModelledSampler:
     """
 
     def __init__(self, overrides: Mapping[str, float] | None = None, model_name: str | None = None) -> None:
-        name = model_name or cpu_model_name()
+        name = model_name or processor_name()
         try:
             self._watts, origin = watts_per_core(name, overrides or {})
         except re.error as error:

@@ -24,6 +24,7 @@ typedef struct {
     double reset_s; /* the counter begins anew here */
     double override_mj; /* the counter reads this, when not NAN */
     double override_mw;
+    uint64_t total_bytes, free_bytes;
     int points;
     double *t, *w, *e; /* breakpoints, watts from there on, joules until there */
     Fault faults[MAX_FAULTS];
@@ -75,6 +76,8 @@ void stub_counter(int i, double period_s, double phase_s) { devices[i].counter_p
 void stub_reset_counter(int i, double at_s) { devices[i].reset_s = at_s; }
 void stub_override(int i, double mj, double mw) { devices[i].override_mj = mj; devices[i].override_mw = mw; }
 void stub_mig_mode(int i, int on) { devices[i].mig_mode = on; }
+
+void stub_memory(int i, uint64_t total_bytes, uint64_t free_bytes) { devices[i].total_bytes = total_bytes; devices[i].free_bytes = free_bytes; }
 
 void stub_fault(int i, int function, int code, double from_s, double to_s) {
     Device *d = &devices[i];
@@ -142,6 +145,11 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, Device **out) {
 }
 int nvmlDeviceGetUUID(Device *d, char *out, unsigned n) { snprintf(out, n, "%s", d->uuid); return SUCCESS; }
 int nvmlDeviceGetName(Device *d, char *out, unsigned n) { snprintf(out, n, "%s", d->name); return SUCCESS; }
+typedef struct { uint64_t total, free, used; } Memory;
+int nvmlDeviceGetMemoryInfo(Device *d, Memory *out) {
+    *out = (Memory){d->total_bytes, d->free_bytes, d->total_bytes - d->free_bytes};
+    return d->total_bytes ? check(d, HANDLE) : NOT_SUPPORTED;
+}
 int nvmlDeviceGetPowerUsage(Device *d, unsigned *mw) {
     double t = now();
     *mw = !isnan(d->override_mw) ? (unsigned)d->override_mw : (unsigned)lround(1000 * (energy_j(d, t) - energy_j(d, t - d->window_s)) / d->window_s);

@@ -77,5 +77,8 @@ class Stub:
     def mig_mode(self, device, on):
         self._c.stub_mig_mode(device, int(on))
 
+    def memory(self, device, total_bytes, free_bytes):
+        self._c.stub_memory(device, ctypes.c_uint64(total_bytes), ctypes.c_uint64(free_bytes))
+
     def fault(self, device, function, code, from_s=0.0, to_s=1e9):
         self._c.stub_fault(device, int(function), code, ctypes.c_double(from_s), ctypes.c_double(to_s))
