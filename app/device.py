@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ray.serve")
 _LOOK_AT_HOLDER_EVERY_S = 1.0
 _WAIT_FOR_FIRST_S = 20.0
+_RELEASE_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,10 @@ class _Begun:
     at_s: float
 
 
+class HolderGone(RuntimeError):
+    """The process that waits for the lease has ended; nobody needs the answer."""
+
+
 class Lease:
     """The queue itself, without Ray: first come, first served, one holder."""
 
@@ -81,10 +86,16 @@ class Lease:
             self._queue.append(holder)
 
     async def acquire(self, holder: Holder) -> None:
-        """Join the queue and wait for the turn."""
+        """Join the queue and wait for the turn.
+
+        Raises:
+            HolderGone: it died while it waited.
+        """
         self.ask(holder)
         async with self._changed:
-            while self._queue[0] != holder:
+            while self.holder != holder:
+                if holder not in self._queue:
+                    raise HolderGone(f"{holder.name} (process {holder.pid}) ended while it waited for the device")
                 # No event tells of a foreign process's death, so look at the one in front from time to time.
                 try:
                     await asyncio.wait_for(self._changed.wait(), _LOOK_AT_HOLDER_EVERY_S)
@@ -230,8 +241,15 @@ def _visible_device(nvml: Any) -> Any:
 
 @asynccontextmanager
 async def leased(device: DeploymentHandle, holder: Holder) -> AsyncIterator[Any]:
-    """`async with leased(device, Holder.here("fp16")):` around a start."""
+    """`async with leased(device, Holder.here("fp16")):` around a start.
+
+    What was started stays, even if the lease cannot be given back: its actor died or was replaced meanwhile, and the
+    next one does not know of it.
+    """
     try:
         yield await device.acquire.remote(holder)
     finally:
-        await device.release.remote(holder)
+        try:
+            await asyncio.wait_for(device.release.remote(holder), _RELEASE_WITHIN_S)
+        except Exception as error:
+            log.warning("%s could not give the device back: %s", holder.name, str(error) or type(error).__name__)

@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from app.config import load_settings
-from app.device import Device, Holder, Lease
+from app.device import Device, Holder, HolderGone, Lease, leased
 
 
 async def test_one_at_a_time_in_the_order_of_asking():
@@ -42,6 +43,52 @@ async def test_the_lease_of_a_killed_holder_is_taken_back(monkeypatch):
     child.wait()
     await asyncio.wait_for(waiting, 5)
     assert lease.holder == next_one
+
+
+async def test_a_waiter_that_dies_stops_waiting(monkeypatch):
+    monkeypatch.setattr("app.device._LOOK_AT_HOLDER_EVERY_S", 0.01)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    dying = Holder("dying", child.pid, psutil.Process(child.pid).create_time())
+    lease, first = Lease(), Holder.here("first")
+    await lease.acquire(first)
+    waiting = asyncio.create_task(lease.acquire(dying))
+    await asyncio.sleep(0)
+    child.kill()
+    child.wait()
+    with pytest.raises(HolderGone, match="dying"):
+        await asyncio.wait_for(waiting, 5)
+    await lease.release(first)
+    assert lease.holder is None
+
+
+class PlayedLease:
+    """A device's handle whose actor is replaced while the lease is held."""
+
+    def __init__(self, release):
+        self.acquire, self.release = self, release
+
+    async def remote(self, holder):
+        return "reading"
+
+
+class Refuses:
+    async def remote(self, holder):
+        raise ConnectionError("the actor died")
+
+
+class Hangs:
+    async def remote(self, holder):
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("release", [Refuses(), Hangs()])
+async def test_a_device_that_is_gone_undoes_nothing(monkeypatch, release):
+    monkeypatch.setattr("app.device._RELEASE_WITHIN_S", 0.01)
+    async with leased(PlayedLease(release), Holder.here("fp16")) as reading:
+        assert reading == "reading"
+    with pytest.raises(ValueError, match="its own"):
+        async with leased(PlayedLease(release), Holder.here("fp16")):
+            raise ValueError("its own")
 
 
 async def test_releasing_what_one_does_not_hold_changes_nothing():

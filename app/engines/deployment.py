@@ -93,9 +93,10 @@ class Engine:
             async with leased(self._device, Holder.here(self._spec.name)):
                 self._set(state=EngineState.STARTING, reason=None)
                 begun_s = time.monotonic()
+                await self._tell_device()
                 async with self._busy_with_itself():
                     await self._load(marker)
-            self._set(state=EngineState.READY, started_in_s=round(time.monotonic() - begun_s, 1))
+                self._set(state=EngineState.READY, started_in_s=round(time.monotonic() - begun_s, 1))
             log.info("engine %s is ready after %.1f s", self._spec.name, self._status.started_in_s)
             return True
         except Exception as error:
@@ -158,8 +159,14 @@ class Engine:
         )
         self._recorder.resident = True
         self._recorder.resident_bytes = (await asyncio.to_thread(self._processes.memory_bytes))[0]
+
+    async def _tell_device(self) -> None:
+        """Name the GPU in the reports. An engine whose GPU NVML cannot tell still serves; its reports name none."""
         if self._settings.platform == "cuda":
-            self._recorder.devices = (visible_gpu_uuid(),)
+            try:
+                self._recorder.devices = (await asyncio.to_thread(visible_gpu_uuid),)
+            except Exception as error:
+                log.warning("engine %s: NVML cannot tell its GPU: %s", self._spec.name, error)
 
     def _set(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)

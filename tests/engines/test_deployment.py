@@ -24,6 +24,20 @@ class PlayedModel:
         return self.frames()
 
 
+class DyingDevice:
+    """A lease that is granted, and whose actor is gone when it is given back."""
+
+    class _Granted:
+        async def remote(self, *_):
+            return None
+
+    class _Gone:
+        async def remote(self, *_):
+            raise ConnectionError("the actor died")
+
+    acquire, release = _Granted(), _Gone()
+
+
 class NoDevice:
     """A lease that is never granted, so that the engine stays queued."""
 
@@ -121,3 +135,32 @@ async def test_a_start_under_way_when_the_channel_changes_hands_is_told(engine):
 async def test_an_engine_that_is_not_ready_refuses(engine):
     with pytest.raises(EngineUnavailable, match="queued"):
         await start(engine)
+
+
+async def test_an_engine_that_was_loaded_outlives_the_device(engine, monkeypatch):
+    async def load(marker):
+        return None
+
+    killed = []
+    monkeypatch.setattr("app.engines.deployment.kill_marked", lambda marker, spare: killed.append(marker))
+    monkeypatch.setattr(engine, "_load", load)
+    engine._device = DyingDevice()
+    assert await engine._start()
+    assert killed == []
+    assert engine._status.state is EngineState.READY
+
+
+async def test_an_engine_serves_whose_gpu_nvml_cannot_tell(monkeypatch):
+    def no_nvml():
+        raise OSError("no NVML")
+
+    monkeypatch.setattr("app.engines.deployment.visible_gpu_uuid", no_nvml)
+    settings = load_settings({"preset": "a100-40gb"})
+    engine = Engine(settings.engine_specs[0], settings, DyingDevice(), NoDevice())
+    for task in (engine._life, engine._reporting):
+        task.cancel()
+    await engine._tell_device()
+    assert engine._recorder.devices == ()
+    monkeypatch.setattr("app.engines.deployment.visible_gpu_uuid", lambda: "GPU-1")
+    await engine._tell_device()
+    assert engine._recorder.devices == ("GPU-1",)
