@@ -17,8 +17,9 @@ from app.controller.links import EngineLink
 from app.controller.routes import create_app
 from app.controller.service import Service
 from app.controller.tenants import Keys, Tenants
+from app.controller.token_costs import token_costs
 from app.controller.tokens import TokenCounter
-from app.energy.client import HandlePort, RecordSender
+from app.energy.client import HandlePort, RecordSender, WeightSender
 from app.engines import store
 from app.telemetry import CONTROLLER_METRICS, RayTelemetry
 
@@ -47,6 +48,7 @@ class Controller:
         self._knows_hardware = False
         links = [EngineLink(spec, engines[spec.name]) for spec in settings.engine_specs]
         records = RecordSender(HandlePort(meter))
+        self._weights = WeightSender(HandlePort(meter))
         self._accounts = HandleAccounts(meter)
         self._service = Service(
             # Until the files are read, a policy that is made from them cannot decide.
@@ -60,7 +62,7 @@ class Controller:
         )
         loop = asyncio.get_running_loop()
         self._running = [loop.create_task(link.follow()) for link in links]
-        self._running += [loop.create_task(records.run()), loop.create_task(self._watch_device())]
+        self._running += [loop.create_task(each) for each in (records.run(), self._weights.run(), self._watch_device())]
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return create_app(self._service, self._accounts)
@@ -85,8 +87,10 @@ class Controller:
             try:
                 if not self._knows_hardware:
                     hardware = await self._device.identify.remote()
-                    self._service.change(knowledge=read_knowledge(self._settings.knowledge, self._model, hardware))
+                    knowledge = read_knowledge(self._settings.knowledge, self._model, hardware)
+                    self._service.change(knowledge=knowledge)
                     self._service.change(self._live)
+                    self._weights.put(*token_costs(knowledge.profile, self._settings.engine_specs))
                     self._knows_hardware = True
                 reading = await self._device.read.remote()
                 self._service.router.device_bytes = (reading.total_bytes, reading.free_bytes)

@@ -39,7 +39,7 @@ APPROXIMATE = frozenset({Basis.BUSY_TIME, Basis.TOKEN_SHARE})
 
 
 class TokenWeights(NamedTuple):
-    """What a token costs, relative to the others of its engine."""
+    """What a token costs, relative to the others of its engine; in joules where they were measured."""
 
     prefill: float
     decode: float
@@ -106,10 +106,12 @@ def settle(
     weights: TokenWeights,
     power: PowerEstimate | None = None,
     cpu_s: Mapping[str, float] | None = None,
+    measured: Mapping[str, TokenWeights] | None = None,
 ) -> Settlement:
     """Split a window's joules.
 
     `power` is what engines draw above idle while busy, `cpu_s` their processes' CPU seconds within the window.
+    `measured` are the weights of single engines in joules per token; `weights` are those of the others.
     """
     parts = [part for item in placed if (part := _clip(item, window))]
     idle_j = None if idle_w is None else idle_w * (window.end_s - window.start_s)
@@ -120,11 +122,14 @@ def settle(
     by_engine: dict[str, list[_Part]] = defaultdict(list)
     for part in parts:
         by_engine[part.engine].append(part)
-    shares, basis = _engine_shares(by_engine, weights, power or PowerEstimate({}, frozenset()), cpu_s or {})
+    own_weights = {engine: (measured or {}).get(engine, weights) for engine in by_engine}
+    # Joules may be compared between engines; with mere ratios of one of them, all have to be weighed alike.
+    alike = own_weights if by_engine.keys() <= (measured or {}).keys() else dict.fromkeys(by_engine, weights)
+    shares, basis = _engine_shares(by_engine, alike, power or PowerEstimate({}, frozenset()), cpu_s or {})
     credited_j = max(above_idle_j, 0.0) if shares else 0.0
     credits: list[Credit] = []
     for engine, share in shares.items():
-        credits += _credit_requests(engine, by_engine[engine], share * credited_j, weights)
+        credits += _credit_requests(engine, by_engine[engine], share * credited_j, own_weights[engine])
     busy_s = {engine: sum(part.busy_s or 0.0 for part in own) for engine, own in by_engine.items()}
     return Settlement(window, idle_j, tuple(credits), above_idle_j - credited_j, basis, busy_s)
 
@@ -172,7 +177,7 @@ def _clip(item: Placed, window: Window) -> _Part | None:
 
 def _engine_shares(
     by_engine: Mapping[str, Sequence[_Part]],
-    weights: TokenWeights,
+    weights: Mapping[str, TokenWeights],
     power: PowerEstimate,
     cpu_s: Mapping[str, float],
 ) -> tuple[dict[str, float], Basis]:
@@ -191,7 +196,7 @@ def _engine_shares(
             return _normal(drawn_j), Basis.BUSY_POWER if power.known >= by_engine.keys() else Basis.BUSY_TIME
         if sum(busy_s.values()) > 0:
             return _normal(busy_s), Basis.BUSY_TIME
-    tokens = {engine: sum(part.tokens(weights) for part in own) for engine, own in by_engine.items()}
+    tokens = {engine: sum(part.tokens(weights[engine]) for part in own) for engine, own in by_engine.items()}
     if sum(tokens.values()) > 0:
         return _normal(tokens), Basis.TOKEN_SHARE
     return dict.fromkeys(by_engine, 1 / len(by_engine)), Basis.TOKEN_SHARE

@@ -16,18 +16,25 @@ The controller:
     asyncio.create_task(records.run())
     ...
     records.put(RequestRecord(key, ...))
+    ...
+    weights = WeightSender(HandlePort(meter))
+    asyncio.create_task(weights.run())
+    ...
+    weights.put({"fp16": TokenWeights(0.02, 0.16)}, {"fp16": 110.0})   # once the profile is read
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from app.energy.activity import Ack, ActivityBatch, ActivityRecorder
+from app.energy.attribution import TokenWeights
 from app.energy.rows import RequestRecord
 
 log = logging.getLogger("ray.serve")
@@ -39,6 +46,8 @@ _KEEP_BATCHES = 240
 """A minute of a busy engine's batches: what a meter that comes back can still be told."""
 _KEEP_RECORDS = 4096
 _RECORDS_AT_ONCE = 256
+_WEIGH_AGAIN_S = 10.0
+"""A meter that was started again knows no weights for so long, and splits by those of its settings."""
 
 
 class MeterPort(Protocol):
@@ -47,6 +56,8 @@ class MeterPort(Protocol):
     async def report(self, batch: ActivityBatch) -> Ack: ...
 
     async def record(self, records: Sequence[RequestRecord]) -> int: ...
+
+    async def weigh(self, tokens: Mapping[str, TokenWeights], watts: Mapping[str, float]) -> None: ...
 
 
 class HandlePort:
@@ -60,6 +71,9 @@ class HandlePort:
 
     async def record(self, records: Sequence[RequestRecord]) -> int:
         return await self._handle.record.remote(records)  # type: ignore[no-any-return]
+
+    async def weigh(self, tokens: Mapping[str, TokenWeights], watts: Mapping[str, float]) -> None:
+        await self._handle.weigh.remote(tokens, watts)
 
 
 class ActivitySender:
@@ -167,6 +181,36 @@ class RecordSender:
                 log.debug("the energy meter took no records: %s", error)
                 return False
         return True
+
+
+class WeightSender:
+    """Tells the meter what a profile measured of each engine, and again from time to time: a new meter forgot it."""
+
+    def __init__(self, port: MeterPort, *, again_s: float = _WEIGH_AGAIN_S) -> None:
+        self._port, self._again_s = port, again_s
+        self._weights: tuple[Mapping[str, TokenWeights], Mapping[str, float]] | None = None
+        self._news = asyncio.Event()
+
+    def put(self, tokens: Mapping[str, TokenWeights], watts: Mapping[str, float]) -> None:
+        """Joules per token and watts above idle while busy, by engine; takes the place of what was put before."""
+        self._weights = tokens, watts
+        self._news.set()
+
+    async def run(self) -> None:
+        """Send for ever; a meter that is out of reach is told later."""
+        await self._news.wait()
+        while True:
+            self._news.clear()
+            await self._send()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), self._again_s)
+
+    async def _send(self) -> None:
+        assert self._weights is not None
+        try:
+            await asyncio.wait_for(self._port.weigh(*self._weights), _CALL_TIMEOUT_S)
+        except Exception as error:
+            log.debug("the energy meter took no weights: %s", error)
 
 
 async def _flush_for_ever(flush: Callable[[], Awaitable[bool]], flush_s: float) -> None:

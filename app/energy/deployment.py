@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ray import serve
 
 from app.energy.activity import Ack, ActivityBatch
+from app.energy.attribution import TokenWeights
 from app.energy.meter import Meter
 from app.energy.meter_thread import MeterStopped, MeterThread
 from app.energy.metrics import EnergyMetrics
@@ -81,6 +82,10 @@ class EnergyMeter:
     async def record(self, records: Sequence[RequestRecord]) -> int:
         """See `Meter.record`."""
         return await self._ask(lambda meter: meter.record(records))
+
+    async def weigh(self, tokens: Mapping[str, TokenWeights], watts: Mapping[str, float]) -> None:
+        """See `Meter.weigh`."""
+        await self._ask(lambda meter: meter.weigh(tokens, watts))
 
     async def totals(self, since_s: float | None = None, until_s: float | None = None) -> Totals:
         """See `Meter.totals`. A caller checks a user's range with `TimeRange` first, and never gets `BadRange`."""

@@ -31,9 +31,16 @@ class EnginePower:
         self._products: dict[tuple[str, str], float] = defaultdict(float)
         self._responses: dict[str, float] = defaultdict(float)
         self._watts: dict[str, float] = {}
-        self._prior_w = dict(watts or {})
-        for engine, value in (watts or {}).items():
-            # From an earlier run: as much evidence as makes it known, so that new evidence soon outweighs it.
+        self._prior_w: dict[str, float] = {}
+        self.suggest(watts or {})
+
+    def suggest(self, watts: Mapping[str, float]) -> None:
+        """What an earlier run or a profile knew of engines; of one that was seen since, what was seen counts."""
+        for engine, value in watts.items():
+            if engine in self._responses:
+                continue
+            self._prior_w[engine] = value
+            # As much evidence as makes it known, so that new evidence soon outweighs it.
             self._products[engine, engine] = 2 * _KNOWN_S2
             self._responses[engine] = 2 * _KNOWN_S2 * value
 

@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ class Meter:
         self._events: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._last_event: str | None = None
+        self._token_weights: dict[str, TokenWeights] = {}
         self._random = random.Random(seed)
         self._begun_s = clock()
         self._flush_at_s = self._begun_s + settings.flush_s
@@ -213,6 +214,15 @@ class Meter:
             raise Fenced(self.fenced)
         return self._file.record(records)
 
+    def weigh(self, tokens: Mapping[str, TokenWeights], watts: Mapping[str, float]) -> None:
+        """What a profile measured of engines: joules per token, and watts above idle while busy.
+
+        The settings' weights stay for every engine that is not named. Telling it again changes nothing.
+        """
+        self._token_weights = dict(tokens)
+        for track in self._tracks:
+            track.weigh(tokens, watts)
+
     # What others ask --------------------------------------------------------------------------------------------
 
     def totals(self, since_s: float | None = None, until_s: float | None = None) -> queries.Totals:
@@ -262,6 +272,7 @@ class Meter:
             "generation": self.generation,
             "fenced": self.fenced,
             "idle_sharing": self._settings.idle_sharing,
+            "token_weights_j": {engine: weights._asdict() for engine, weights in self._token_weights.items()},
             "settled_s_ago": now_s - settled_s if abs(settled_s) < float("inf") else None,
             "lost_reports": self._sources.lost_reports,
             "dropped_slices": self._sources.dropped_slices,

@@ -32,11 +32,11 @@ class EnergySettings(BaseModel):
     resident, by the memory they hold (equally where that is unknown); it never reaches a request."""
     prefill_token_weight: Positive = 0.1
     """A prompt token's share of an engine's joules, against one generated token. Ten to one is the order of magnitude
-    at small batches, where decoding is bound by memory; a profile's own figures belong here."""
+    at small batches, where decoding is bound by memory. An engine whose joules the profile has is weighed by those."""
     decode_token_weight: Positive = 1.0
     engine_watts: dict[str, Positive] = {}
-    """Power above idle of each engine while busy, as a profile measured it, to begin with; the meter goes on learning.
-    Without it engines that are never seen apart share alike, and their figures are flagged."""
+    """Power above idle of each engine while busy, to begin with; the meter goes on learning. It is the profile's where
+    nothing is set. Without either, engines that are never seen apart share alike, and their figures are flagged."""
     ledger_path: Path | None = None
     """The SQLite file; None leaves the place to the application."""
     retention_days: Positive = 30.0

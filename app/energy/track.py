@@ -42,6 +42,7 @@ class Track:
         self.last_power_w: float | None = None
         """The last look's instant power, where the device offers it."""
         self._weights = weights
+        self._measured: dict[str, TokenWeights] = {}
         self._start = resume
         """Where the next window begins; None before the first point."""
         self._resuming = resume is not None
@@ -55,6 +56,14 @@ class Track:
     def settled(self) -> Point | None:
         """The end of the last settled window."""
         return self._start
+
+    def weigh(self, tokens: Mapping[str, TokenWeights], watts: Mapping[str, float]) -> None:
+        """Joules per token and watts above idle as a profile measured them, by engine; those of before are forgotten.
+
+        Watts only begin what is learned here.
+        """
+        self._measured = dict(tokens)
+        self.power.suggest(watts)
 
     def add(self, engine: str, slices: Iterable[Slice]) -> None:
         """An engine's activity on this device. What lies in settled time is counted as late."""
@@ -150,7 +159,7 @@ class Track:
         self._learn_from_instants(window, idle_w, active)
         cpu_s = {engine: used - start.cpu_s.get(engine, used) for engine, used in end.cpu_s.items()}
         power = self.power.estimate(engines) if len(engines) > 1 else None
-        settlement = settle(window, near, idle_w, self._weights, power, cpu_s)
+        settlement = settle(window, near, idle_w, self._weights, power, cpu_s, self._measured)
         if near:
             self.baseline.active(max(item.slice.end_s for item in near))
         if settlement.idle_j is not None:

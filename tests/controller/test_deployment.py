@@ -1,6 +1,7 @@
 """The controller's replica: files once the hardware is known, live settings that are kept when they are bad."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -10,6 +11,7 @@ from app.controller.deployment import Controller
 from app.device import Reading
 from app.telemetry import NoTelemetry
 from tests.controller.conftest import PlayedEngine
+from tests.routing.conftest import profile_content
 
 
 class PlayedDevice:
@@ -75,6 +77,18 @@ async def test_a_policy_without_its_file_leaves_cost_and_says_why(start, device)
     await until(lambda: controller._service.settings_error)
     assert "trained model" in controller._service.settings_error
     assert controller._service.router.live.policy == "cost"
+
+
+async def test_the_meter_is_told_what_the_profile_measured(start, device, tmp_path):
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(profile_content(model="embedded")))
+    told = []
+    controller = start(knowledge={"profile": str(file)})
+    controller._weights.put = lambda tokens, watts: told.append((tokens, watts))
+    device.known.set()
+    await until(lambda: told)
+    ((tokens, watts),) = told
+    assert tokens.keys() == watts.keys() == {"fp16", "int8", "gptq", "speculative"}
 
 
 async def test_user_config_is_taken_or_refused(start, device):

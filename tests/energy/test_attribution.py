@@ -30,12 +30,15 @@ watts = st.none() | st.builds(
     st.dictionaries(st.sampled_from(["A", "B", "C"]), st.floats(0, 500)),
     st.frozensets(st.sampled_from(["A", "B", "C"])),
 )
+token_weights = st.dictionaries(
+    st.sampled_from(["A", "B", "C"]), st.builds(TokenWeights, st.floats(0.001, 9), st.floats(0.001, 9))
+)
 cpu = st.none() | st.dictionaries(st.sampled_from(["A", "B", "C"]), st.floats(0, 8))
 
 
-@given(st.lists(placed(), max_size=12), st.none() | st.floats(0, 300), st.floats(0, 1000), watts, cpu)
-def test_measured_is_idle_and_credited_and_residual(pieces, idle_w, measured_j, power, cpu_s):
-    settlement = settle(Window(10, 11, measured_j), pieces, idle_w, WEIGHTS, power, cpu_s)
+@given(st.lists(placed(), max_size=12), st.none() | st.floats(0, 300), st.floats(0, 1000), watts, cpu, token_weights)
+def test_measured_is_idle_and_credited_and_residual(pieces, idle_w, measured_j, power, cpu_s, measured):
+    settlement = settle(Window(10, 11, measured_j), pieces, idle_w, WEIGHTS, power, cpu_s, measured)
     explained_j = (settlement.idle_j or 0.0) + settlement.credited_j + settlement.residual_j
     assert explained_j == pytest.approx(measured_j, abs=1e-6)
     assert all(credit.energy_j >= 0 for credit in settlement.credits)
@@ -107,6 +110,34 @@ def test_requests_share_their_slices_by_weighted_tokens():
     assert {credit.request_id: credit.energy_j for credit in settlement.credits} == {
         "r1": pytest.approx(20),
         "r2": pytest.approx(40),
+    }
+
+
+def test_an_engine_that_was_measured_has_weights_of_its_own():
+    pieces = [
+        busy(engine, 0.5, Work(f"{engine}1", 100, 0), Work(f"{engine}2", 0, 10), start_s=start_s, end_s=start_s + 0.5)
+        for engine, start_s in (("A", 10.0), ("B", 10.5))
+    ]
+    settlement = settle(WINDOW, pieces, 40, WEIGHTS, measured={"A": TokenWeights(0.02, 0.2 / 3)})
+    assert {credit.request_id: credit.energy_j for credit in settlement.credits} == {
+        "A1": pytest.approx(30 * 3 / 4),
+        "A2": pytest.approx(30 / 4),
+        "B1": pytest.approx(15),
+        "B2": pytest.approx(15),
+    }
+
+
+def test_measured_joules_split_engines_only_where_all_were_measured():
+    pieces = [busy("A", None, Work("r1", 0, 10)), busy("B", None, Work("r2", 0, 10))]
+    measured = {"A": TokenWeights(0.01, 0.2), "B": TokenWeights(0.01, 0.1)}
+    assert by_engine(settle(WINDOW, pieces, 40, WEIGHTS, measured=measured)) == {
+        "A": pytest.approx(40),
+        "B": pytest.approx(20),
+    }
+    del measured["B"]
+    assert by_engine(settle(WINDOW, pieces, 40, WEIGHTS, measured=measured)) == {
+        "A": pytest.approx(30),
+        "B": pytest.approx(30),
     }
 
 

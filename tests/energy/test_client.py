@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from app.energy.activity import Ack, ActivityRecorder, Labels, Work
-from app.energy.client import ActivitySender, RecordSender
+from app.energy.attribution import TokenWeights
+from app.energy.client import ActivitySender, RecordSender, WeightSender
 from app.energy.rows import RequestRecord
 
 
@@ -16,7 +17,7 @@ class FakeMeter:
         self.away = False
         self.generation = 1
         self.settled_s = float("-inf")
-        self.batches, self.records = [], []
+        self.batches, self.records, self.weights = [], [], []
 
     async def report(self, batch):
         await asyncio.sleep(0)
@@ -30,6 +31,11 @@ class FakeMeter:
             raise ConnectionError("no replica")
         self.records += [record.request_id for record in records]
         return 0
+
+    async def weigh(self, tokens, watts):
+        if self.away:
+            raise ConnectionError("no replica")
+        self.weights.append((tokens, watts))
 
 
 @pytest.fixture
@@ -127,3 +133,20 @@ async def test_a_hanging_meter_does_not_hold_the_caller(meter, monkeypatch):
     meter.report = hang
     engine = Engine(meter)
     assert await engine.step() is False
+
+
+async def test_weights_are_told_at_once_and_again_to_a_meter_that_may_be_new(meter):
+    sender = WeightSender(meter, again_s=0.01)
+    running = asyncio.create_task(sender.run())
+    await asyncio.sleep(0.03)
+    assert meter.weights == []
+    meter.away = True
+    weights = ({"fp16": TokenWeights(0.02, 0.2)}, {"fp16": 100.0})
+    sender.put(*weights)
+    await asyncio.sleep(0.03)
+    meter.away = False
+    async with asyncio.timeout(2):
+        while len(meter.weights) < 3:
+            await asyncio.sleep(0.005)
+    assert all(told == weights for told in meter.weights)
+    running.cancel()

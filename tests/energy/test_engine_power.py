@@ -42,6 +42,16 @@ def test_a_profile_is_a_beginning_and_gives_way():
     assert power.known_watts()["A"] == pytest.approx(300, rel=0.01)
 
 
+def test_a_suggestion_does_not_outweigh_what_was_seen():
+    power = EnginePower()
+    power.observe({"A": 1.0}, 300)
+    power.suggest({"A": 100, "B": 50})
+    assert power.known_watts() == {"A": pytest.approx(300, rel=0.01), "B": pytest.approx(50)}
+    power.observe({"B": 1.0}, 80)
+    power.suggest({"A": 100, "B": 50})
+    assert power.known_watts()["B"] == pytest.approx(80, rel=0.02)
+
+
 @given(
     st.lists(st.tuples(st.dictionaries(st.sampled_from("ABC"), st.floats(0, 2)), st.floats(-100, 1000)), max_size=30)
 )

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pynvml
 import pytest
 
-from app.energy.activity import ActivityBatch, Slice
+from app.energy.activity import ActivityBatch, Slice, Work
+from app.energy.attribution import TokenWeights
 from app.energy.ledger import Fenced
 from app.energy.queries import BadRange, UnknownRequest
 from app.energy.rows import RequestRecord
 from app.energy.settings import EnergySettings
 from tests.energy.nvml_stub.stub_library import Function
-from tests.energy.schedules import IDLE_W, Burst
+from tests.energy.schedules import IDLE_W, Burst, true_joules
 from tests.energy.world import WALL_OFFSET_S, World
 
 TWO_ENGINES = [
@@ -145,6 +146,21 @@ def test_an_orderly_restart_goes_on_with_what_was_learned(world):
     assert device["idle_w"] == pytest.approx(IDLE_W, rel=0.02)
     assert device["engine_watts"] == {"A": pytest.approx(300, rel=0.03), "B": pytest.approx(150, rel=0.05)}
     assert second.generation == 2
+
+
+def test_a_profiles_weights_split_requests_and_begin_the_powers(stub, tmp_path):
+    bursts = [Burst("A", 4, 8, 300, ("alice:1", "bob:1")), Burst("B", 4, 8, 150, ("bob:2",))]
+    world = World(stub, tmp_path / "e.sqlite", bursts)
+    meter = world.start_meter()
+    meter.weigh({"A": TokenWeights(0.5, 0.1)}, {"A": 290.0, "B": 148.0})
+    world.run(4.4)
+    world.recorders["A"].step(4.35, 4.4, [Work("alice:1", 40, 0)])
+    world.run(12)
+    assert shares(meter.totals(), "engine") == {n: pytest.approx(j, rel=0.05) for n, j in true_joules(bursts).items()}
+    alice, bob = meter.energy("alice:1"), meter.energy("bob:1")
+    # 40 prompt tokens of 0.5 J in one slice; by the settings' weights they would be 4 output tokens.
+    assert alice.energy_j > bob.energy_j + 0.05 * alice.energy_j
+    assert meter.state()["token_weights_j"] == {"A": {"prefill": 0.5, "decode": 0.1}}
 
 
 def test_lost_reports_are_counted_and_their_joules_are_residual(world):
