@@ -25,7 +25,7 @@ from app.energy.ledger import Fenced
 from app.energy.ledger_file import LedgerFile
 from app.energy.request_energy import RequestEnergy
 from app.energy.rows import CalibrationRow, RequestRecord
-from app.energy.samplers.base import Point, Sampler
+from app.energy.samplers.base import GPU_METHODS, Point, Sampler
 from app.energy.samplers.null import Meters
 from app.energy.settings import EnergySettings
 from app.energy.sources import Sources
@@ -195,8 +195,11 @@ class Meter:
     def _refusal(self, batch: ActivityBatch) -> str | None:
         if batch.boot != boot_id():
             return "other_host: its clock is not this meter's"
-        ours = {track.sampler.info.device for track in self._tracks}
-        if len(ours) > 1 and not ours & set(batch.devices):
+        infos = [track.sampler.info for track in self._tracks]
+        gpus = {info.device for info in infos if info.method in GPU_METHODS}
+        if batch.devices and gpus and gpus.isdisjoint(batch.devices):
+            return f"other_device: it runs on {', '.join(batch.devices)}, and measured are {', '.join(sorted(gpus))}"
+        if len(gpus) > 1 and not batch.devices:
             return "no_device: there are several GPUs, and the report names none of them"
         latest_s = self._clock() + 1.0
         if any(not piece.start_s <= piece.end_s <= latest_s for piece in batch.slices):

@@ -89,7 +89,7 @@ class Sources:
         return {
             source.engine: source.resident_bytes
             for source in self._sources.values()
-            if source.resident and (device in source.devices or (only_device and not source.devices))
+            if source.resident and (only_device or device in source.devices)
         }
 
     @property

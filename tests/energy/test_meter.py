@@ -232,6 +232,24 @@ def test_with_several_gpus_a_report_must_name_its_own(stub, tmp_path):
     assert "names none of them" in world.senders["A"].refused
 
 
+def test_an_engine_on_another_gpu_gets_no_joules_of_this_one(stub, tmp_path):
+    bursts = [Burst("A", 4, 8, 300, ("alice:1",))]
+    settings = EnergySettings(source="nvml", devices=("GPU-1",))
+    world = World(stub, tmp_path / "e.sqlite", bursts, settings, devices={"GPU-0": bursts, "GPU-1": []})
+    world.recorders["A"].devices = ("GPU-0",)
+    meter = world.start_meter()
+    world.run(12)
+    assert set(meter.state()["refused_reports"]) == {"other_device"}
+    assert "runs on GPU-0, and measured are GPU-1" in world.senders["A"].refused
+    assert meter.totals().credited_j == 0
+
+
+def test_a_cpu_meter_is_every_engines(tmp_path, stub):
+    world = World(stub, tmp_path / "e.sqlite", [Burst("A", 1, 2, 300)], EnergySettings(source="modelled"))
+    world.recorders["A"].devices = ("GPU-0",)
+    assert world.start_meter().report(world.recorders["A"].take()).refused is None
+
+
 def test_idle_can_be_shared_by_residency(stub, tmp_path):
     settings = EnergySettings(source="nvml", idle_sharing="residency")
     world = World(stub, tmp_path / "e.sqlite", TWO_ENGINES, settings)

@@ -24,6 +24,9 @@ class Method(StrEnum):
     """CPU time times a table's watts; not a measurement."""
 
 
+GPU_METHODS = frozenset({Method.NVML_COUNTER, Method.NVML_POWER})
+
+
 class MeterUnavailable(RuntimeError):
     """This way of measuring does not exist here; the message says why."""
 
