@@ -68,6 +68,7 @@ ENERGY_METRICS: Mapping[str, Metric] = {
         "counter", ("device", "method"), "Time whose energy is unknown (lost device, counter reset)"
     ),
     "modeswitch_energy_lost_reports": Metric("gauge", (), "Activity reports that never arrived"),
+    "modeswitch_energy_dropped_reports": Metric("gauge", (), "Activity reports that engines could keep no longer"),
     "modeswitch_energy_dropped_slices": Metric("gauge", (), "Activity that engines had no room to keep"),
     "modeswitch_energy_late_busy_seconds": Metric("gauge", ("device",), "Busy time reported after it was settled"),
     "modeswitch_energy_sampler_events": Metric("gauge", ("event",), "Sampler faults and recoveries, by kind"),

@@ -81,6 +81,8 @@ class ActivityBatch:
     process_id: int | None = None
     dropped_slices: int = 0
     """Slices that never got into a batch since the source began, because the buffer was full."""
+    dropped_batches: int = 0
+    """Batches of this source that no meter took in time, up to the moment this one was sent."""
     boot: str = ""
 
 
@@ -194,7 +196,7 @@ class ActivityRecorder:
             self._busy_since_s = None
         batch = ActivityBatch(
             self.engine, self._source, self._seq, through_s, idle, slices, labels, ended, self.devices,
-            self.resident, self.resident_bytes, self._process_id, self._dropped, boot_id(),
+            self.resident, self.resident_bytes, self._process_id, self._dropped, boot=boot_id(),
         )  # fmt: skip
         self._seq += 1
         return batch

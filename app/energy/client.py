@@ -31,6 +31,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from app.energy.activity import Ack, ActivityBatch, ActivityRecorder
@@ -89,7 +90,8 @@ class ActivitySender:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped_batches = 0
-        """Batches that no meter can be told of any more; the meter sees the hole in their numbers."""
+        """Batches that no meter can be told of any more. A meter sees the hole in their numbers, but for one that began
+        later: so every batch tells their count."""
         self.refused: str | None = None
         """Why the meter refused the last batch that it refused."""
         self._recorder, self._port, self._clock = recorder, port, clock
@@ -108,7 +110,7 @@ class ActivitySender:
         """Send what there is; False when the meter could not be reached."""
         self._take()
         while self._delivered < len(self._kept):
-            batch = self._kept[self._delivered]
+            batch = replace(self._kept[self._delivered], dropped_batches=self.dropped_batches)
             try:
                 ack = await asyncio.wait_for(self._port.report(batch), _CALL_TIMEOUT_S)
             except asyncio.CancelledError:

@@ -278,6 +278,7 @@ class Meter:
             "token_weights_j": {engine: weights._asdict() for engine, weights in self._token_weights.items()},
             "settled_s_ago": now_s - settled_s if abs(settled_s) < float("inf") else None,
             "lost_reports": self._sources.lost_reports,
+            "dropped_reports": self._sources.dropped_batches,
             "dropped_slices": self._sources.dropped_slices,
             "refused_reports": dict(self._refused),
             "sampler_events": dict(self._events),

@@ -45,6 +45,7 @@ class EnergyMetrics:
         """Show the meter's own state (`Meter.state`)."""
         put = self._telemetry.set
         put("modeswitch_energy_lost_reports", state["lost_reports"])
+        put("modeswitch_energy_dropped_reports", state["dropped_reports"])
         put("modeswitch_energy_dropped_slices", state["dropped_slices"])
         if state["cpu_share"] is not None:
             put("modeswitch_energy_meter_cpu_share", state["cpu_share"])

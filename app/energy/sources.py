@@ -28,6 +28,7 @@ class Source:
     resident: bool
     resident_bytes: int | None
     dropped_slices: int = 0
+    dropped_batches: int = 0
     missing: set[int] = field(default_factory=set)
     first_seq: int = 0
     resent: set[int] = field(default_factory=set)
@@ -42,6 +43,7 @@ class Sources:
         self._sources: dict[str, Source] = {}
         self._lost_before = 0
         self._dropped_before = 0
+        self._dropped_batches_before = 0
 
     def take(self, batch: ActivityBatch, now_s: float) -> bool:
         """Note the batch; False when it was here before and must not count again."""
@@ -62,6 +64,7 @@ class Sources:
             source.idle, source.devices = batch.idle, batch.devices
             source.resident, source.resident_bytes = batch.resident, batch.resident_bytes
             source.dropped_slices = max(source.dropped_slices, batch.dropped_slices)
+        source.dropped_batches = max(source.dropped_batches, batch.dropped_batches)
         source.missing.discard(batch.seq)
         source.heard_s = now_s
         source.through_s = max(source.through_s, batch.through_s)
@@ -81,6 +84,7 @@ class Sources:
             if now_s - source.heard_s > RETIRE_AFTER_S:
                 self._lost_before += len(source.missing)
                 self._dropped_before += source.dropped_slices
+                self._dropped_batches_before += source.dropped_batches
                 del self._sources[name]
                 yield name
 
@@ -94,10 +98,15 @@ class Sources:
 
     @property
     def lost_reports(self) -> int:
-        """Batches that never arrived."""
+        """Batches that never arrived, among those since this meter first heard of their engine."""
         return self._lost_before + sum(len(source.missing) for source in self._sources.values())
 
     @property
     def dropped_slices(self) -> int:
         """Slices that an engine had no room to keep until they were sent."""
         return self._dropped_before + sum(source.dropped_slices for source in self._sources.values())
+
+    @property
+    def dropped_batches(self) -> int:
+        """Batches that engines gave up because no meter took them; those that this one could see are lost as well."""
+        return self._dropped_batches_before + sum(source.dropped_batches for source in self._sources.values())

@@ -24,6 +24,7 @@ class FakeMeter:
         if self.away:
             raise ConnectionError("no replica")
         self.batches.append(batch.seq)
+        self.told_dropped = batch.dropped_batches
         return Ack(self.generation, self.settled_s)
 
     async def record(self, records):
@@ -94,6 +95,7 @@ async def test_the_buffer_is_bounded_and_losses_are_counted(meter):
     meter.away = False
     await engine.step()
     assert meter.batches == [8, 9, 10]  # the meter sees the hole
+    assert meter.told_dropped == 8
     for _ in range(10):
         await engine.step()
     assert engine.sender.dropped_batches == 8

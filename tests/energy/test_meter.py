@@ -174,6 +174,17 @@ def test_lost_reports_are_counted_and_their_joules_are_residual(world):
     assert totals.residual_j > 0.03 * totals.measured_j
 
 
+def test_reports_that_no_meter_took_are_told_to_the_next_one(world):
+    sender = world.senders["A"]
+    sender._keep = 4
+    world.run(7.0)
+    meter = world.start_meter()
+    world.run(8.0)
+    assert sender.dropped_batches > 4
+    state = meter.state()
+    assert (state["lost_reports"], state["dropped_reports"]) == (0, sender.dropped_batches)
+
+
 def test_no_meter_is_null_everywhere(world):
     world.settings = EnergySettings(source="none")
     meter = world.start_meter()

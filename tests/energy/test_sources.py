@@ -61,6 +61,18 @@ def test_a_gone_engine_is_retired_and_its_losses_stay_counted():
     assert sources.residents("GPU-0", only_device=True) == {}
 
 
+def test_what_was_dropped_before_this_meter_began_is_counted():
+    """It takes the first batch that it hears of for the beginning, so it sees no hole."""
+    sources = Sources(3.0)
+    sources.take(batch(500, dropped_batches=260), 1.0)
+    sources.take(batch(501, dropped_batches=260), 1.0)
+    sources.take(batch(500, dropped_batches=255), 1.0)
+    sources.take(batch(0, source="other", dropped_batches=1), 1.0)
+    assert (sources.lost_reports, sources.dropped_batches) == (0, 261)
+    list(sources.retire(100.0))
+    assert sources.dropped_batches == 261
+
+
 def test_residents_are_those_of_the_device():
     sources = Sources(3.0)
     sources.take(batch(0, devices=("GPU-1",), resident_bytes=5), 1.0)
