@@ -72,7 +72,7 @@ ENERGY_METRICS: Mapping[str, Metric] = {
     "modeswitch_energy_dropped_slices": Metric("gauge", (), "Activity that engines had no room to keep"),
     "modeswitch_energy_late_busy_seconds": Metric("gauge", ("device",), "Busy time reported after it was settled"),
     "modeswitch_energy_sampler_events": Metric("gauge", ("event",), "Sampler faults and recoveries, by kind"),
-    "modeswitch_energy_meter_cpu_share": Metric("gauge", (), "Share of one core that the meter uses"),
+    "modeswitch_energy_meter_cpu_share": Metric("gauge", (), "Share of one core that the meter's thread uses"),
 }
 
 

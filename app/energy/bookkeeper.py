@@ -86,10 +86,6 @@ class Bookkeeper:
 
     # Questions --------------------------------------------------------------------------------------------------
 
-    def totals(self, span: queries.TimeRange) -> queries.Totals:
-        """Raises: sqlite3.Error, when the ledger cannot be read now."""
-        return queries.totals(self._ledger().connection, span)
-
     def request(self, request_id: str, settled_s: float, measuring: bool) -> dict[str, Any]:
         """A request's record (None while it runs) and its energy.
 

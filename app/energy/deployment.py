@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +15,11 @@ from ray import serve
 
 from app.energy.activity import Ack, ActivityBatch
 from app.energy.attribution import TokenWeights
+from app.energy.ledger_reader import LedgerReader
 from app.energy.meter import Meter
 from app.energy.meter_thread import MeterStopped, MeterThread
 from app.energy.metrics import EnergyMetrics
-from app.energy.queries import Totals, UnknownRequest
+from app.energy.queries import TimeRange, Totals, UnknownRequest
 from app.energy.request_energy import UNMEASURED, RequestEnergy
 from app.energy.rows import RequestRecord
 from app.energy.settings import EnergySettings
@@ -29,6 +31,8 @@ _MAX_ONGOING_REQUESTS = 1024
 _TELL_STATE_EVERY_S = 5.0
 _LOOK_FOR_FINAL_EVERY_S = 0.05
 _CLOSE_WITHIN_S = 3.0
+_OVERTAKEN_FOR_S = 10.0
+"""An update's overlap is over by then: a meter that was overtaken and still runs may be the only one."""
 
 
 def meter_application(settings: EnergySettings, ledger_path: Path) -> serve.Application:
@@ -53,7 +57,10 @@ class EnergyMeter:
     def __init__(self, settings: EnergySettings, ledger_path: Path) -> None:
         self._settings, self._ledger_path = settings, ledger_path
         self._metrics: EnergyMetrics | None = None
+        self._reader = LedgerReader(ledger_path)
         self._tell_at_s = 0.0
+        self._overtaken: tuple[float, int] | None = None
+        """Since when, and which generation this meter was."""
         self._thread = MeterThread(self._open, self._tell)
         self._thread.start()
 
@@ -68,6 +75,8 @@ class EnergyMeter:
         return Meter(meters, self._settings, self._ledger_path, observe=metrics.flushed)
 
     def _tell(self, meter: Meter) -> None:
+        if meter.fenced is not None and self._overtaken is None:
+            self._overtaken = time.monotonic(), meter.generation
         if self._metrics is not None and (now_s := time.monotonic()) >= self._tell_at_s:
             self._tell_at_s = now_s + _TELL_STATE_EVERY_S
             self._metrics.told(meter.state())
@@ -88,8 +97,16 @@ class EnergyMeter:
         await self._ask(lambda meter: meter.weigh(tokens, watts))
 
     async def totals(self, since_s: float | None = None, until_s: float | None = None) -> Totals:
-        """See `Meter.totals`. A caller checks a user's range with `TimeRange` first, and never gets `BadRange`."""
-        return await self._ask(lambda meter: meter.totals(since_s, until_s))
+        """Totals by mode, engine, tenant and class; seconds since 1970.
+
+        Raises:
+            BadRange: the range makes no sense; a caller that checks a user's with `TimeRange` first never gets it.
+            sqlite3.Error: the ledger cannot be read now.
+        """
+        span = TimeRange(since_s, until_s)
+        span.check_not_future(time.time())
+        await self._ask(Meter.catch_up)
+        return await self._reader.totals(span)
 
     async def request(self, request_id: str) -> dict[str, Any] | None:
         """See `Meter.request`; None for an unknown id, because Serve logs every exception with its traceback."""
@@ -121,8 +138,19 @@ class EnergyMeter:
         """Called by Serve; raising gets the replica replaced."""
         if not self._thread.is_alive():
             raise MeterStopped(f"the energy meter stopped: {self._thread.error}")
+        if self._overtaken is not None and await self._is_only_one(*self._overtaken):
+            raise MeterStopped("a later meter took the ledger over and is gone")
+
+    async def _is_only_one(self, since_s: float, generation: int) -> bool:
+        """Whether the meter that overtook this one has come to nothing."""
+        if time.monotonic() - since_s < _OVERTAKEN_FOR_S:
+            return False
+        with contextlib.suppress(sqlite3.Error):
+            return not await self._reader.later_meter_works(generation, time.time() - _OVERTAKEN_FOR_S)
+        return False
 
     def __del__(self) -> None:
         # What was settled goes to the ledger before the next meter begins.
         with contextlib.suppress(Exception):
             self._thread.stop(_CLOSE_WITHIN_S)
+            self._reader.close()

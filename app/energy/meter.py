@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.energy import queries
 from app.energy.accounts import Rows
 from app.energy.activity import Ack, ActivityBatch, boot_id
 from app.energy.attribution import TokenWeights, share_idle
@@ -35,7 +34,9 @@ log = logging.getLogger("ray.serve")
 _DITHER = 0.2
 """Looks are spread by this part of the interval, so that they do not keep step with what they look at."""
 _SETTLE_EVERY_S = 0.25
+_CATCH_UP_EVERY_S = 0.5
 _CALIBRATE_EVERY_S = 10.0
+_FENCED_PAUSE_S = 1.0
 _UPDATE_TAKES_AT_MOST_S = 60.0
 """A longer pause between two meters is one in which nothing was served."""
 
@@ -57,14 +58,18 @@ class Meter:
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        cpu_clock: Callable[[], float] = time.thread_time,
         observe: Callable[[Rows], None] = lambda rows: None,
         seed: int | None = None,
     ) -> None:
-        """`observe` gets the rows of every flush, for metrics; `seed` fixes the dither of the looks."""
+        """`observe` gets the rows of every flush, for metrics; `seed` fixes the dither of the looks.
+
+        `cpu_clock` tells the CPU seconds of the thread that owns the meter: its looks, and all that it answers.
+        """
         self.fenced: str | None = None
         """Why this meter has stopped: a later one took over."""
         self._settings, self._meters = settings, meters
-        self._clock, self._wall, self._observe = clock, wall, observe
+        self._clock, self._wall, self._cpu_clock, self._observe = clock, wall, cpu_clock, observe
         self._file = LedgerFile(ledger_path, settings.retention_days, wall)
         self._books = Bookkeeper(self._file, clock, wall)
         self._sources = Sources(settings.late_after_s)
@@ -74,10 +79,11 @@ class Meter:
         self._token_weights: dict[str, TokenWeights] = {}
         self._random = random.Random(seed)
         self._begun_s = clock()
+        self._flushed_s = self._begun_s
         self._flush_at_s = self._begun_s + settings.flush_s
         self._calibrate_at_s = self._begun_s + _CALIBRATE_EVERY_S
         self._settle_from_s = float("-inf")
-        self._busy_s = 0.0
+        self._cpu_begun_s = cpu_clock()
         self._looking = [_Looking(self._track(sampler)) for sampler in meters.samplers]
 
     def _track(self, sampler: Sampler) -> Track:
@@ -104,16 +110,15 @@ class Meter:
 
     def tick(self) -> float:
         """Look, settle, and flush what is due; returns the seconds until the next call."""
-        begun_s = time.thread_time()
+        if self.fenced is not None:
+            return _FENCED_PAUSE_S
         now_s = self._clock()
-        if self.fenced is None:
-            for looking in self._looking:
-                if now_s >= looking.next_s:
-                    self._look(looking)
-            self._settle(now_s)
-            if now_s >= self._flush_at_s:
-                self.flush()
-        self._busy_s += time.thread_time() - begun_s
+        for looking in self._looking:
+            if now_s >= looking.next_s:
+                self._look(looking)
+        self._settle(now_s)
+        if now_s >= self._flush_at_s:
+            self.flush()
         soonest_s = min((looking.next_s for looking in self._looking), default=self._flush_at_s)
         return max(min(soonest_s, self._flush_at_s) - self._clock(), 0.001)
 
@@ -146,7 +151,7 @@ class Meter:
 
     def flush(self) -> None:
         """Write what is settled, now."""
-        now_s = self._clock()
+        now_s = self._flushed_s = self._clock()
         self._flush_at_s = now_s + self._settings.flush_s
         self._books.requests.abandon(self._sources.retire(now_s))
         try:
@@ -228,19 +233,12 @@ class Meter:
 
     # What others ask --------------------------------------------------------------------------------------------
 
-    def totals(self, since_s: float | None = None, until_s: float | None = None) -> queries.Totals:
-        """Totals by mode, engine, tenant and class; seconds since 1970.
-
-        Raises:
-            BadRange: the range makes no sense.
-            sqlite3.Error: the ledger cannot be read now.
-        """
-        span = queries.TimeRange(since_s, until_s)
-        span.check_not_future(self._wall())
-        if self.fenced is None:
-            self._settle(self._clock())
+    def catch_up(self) -> None:
+        """Settle and write what is known, for one who is about to read the ledger; done a moment ago, it is enough."""
+        now_s = self._clock()
+        if self.fenced is None and now_s - self._flushed_s >= _CATCH_UP_EVERY_S:
+            self._settle(now_s)
             self.flush()
-        return self._books.totals(span)
 
     def request(self, request_id: str) -> dict[str, Any]:
         """A request's record (None while it runs) and its energy.
@@ -268,6 +266,7 @@ class Meter:
         """What is measured, how, and what goes wrong, as JSON."""
         now_s = self._clock()
         settled_s = settled_through_s(self._tracks)
+        cpu_s, life_s = self._cpu_clock() - self._cpu_begun_s, now_s - self._begun_s
         return {
             "measuring": bool(self._looking) and self.fenced is None,
             "devices": [track.state() for track in self._tracks],
@@ -289,7 +288,7 @@ class Meter:
                 "backlog": self._books.backlog,
                 "lost_flushes": self._books.lost_flushes,
             },
-            "cpu_share": self._busy_s / (now_s - self._begun_s) if now_s > self._begun_s else None,
+            "cpu_share": cpu_s / life_s if life_s > 0 else None,
         }
 
     def close(self) -> None:

@@ -4,10 +4,12 @@ import asyncio
 import pickle
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from app.energy import queries
 from app.energy.activity import ActivityRecorder, Labels, Work
 from app.energy.client import ActivitySender
 from app.energy.deployment import EnergyMeter, meter_application
@@ -64,6 +66,55 @@ async def test_a_meter_that_stops_is_unhealthy_and_says_so(tmp_path, monkeypatch
     meter._thread.join(5)
     with pytest.raises(MeterStopped, match="a bug"):
         await meter.check_health()
+
+
+@pytest.mark.parametrize(
+    ("since_s", "until_s"), [(5, 5), (6, 5), (float("nan"), None), (-1, None), (None, float("inf")), (4e12, None)]
+)
+async def test_a_range_that_makes_no_sense(tmp_path, since_s, until_s):
+    meter = EnergyMeter(EnergySettings(source="none"), tmp_path / "energy.sqlite")
+    with pytest.raises(BadRange):
+        await meter.totals(since_s, until_s)
+    meter.__del__()
+
+
+async def test_a_long_question_does_not_hold_the_meter_up(tmp_path, monkeypatch):
+    asked, answer = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(connection, span):
+        loop.call_soon_threadsafe(asked.set)
+        assert answer.wait(10)
+        return queries.totals(connection, span)
+
+    monkeypatch.setattr("app.energy.ledger_reader.totals", slow)
+    meter = EnergyMeter(EnergySettings(source="none"), tmp_path / "energy.sqlite")
+    asking = asyncio.create_task(meter.totals())
+    await asyncio.wait_for(asked.wait(), 10)
+    assert (await asyncio.wait_for(meter.state(), 5))["generation"] == 1
+    assert await asyncio.wait_for(meter.record([]), 5) == 0
+    answer.set()
+    assert (await asking).measured_j is None
+    meter.__del__()
+
+
+async def test_an_overtaken_meter_is_replaced_when_the_later_one_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr("app.energy.deployment._OVERTAKEN_FOR_S", 0.2)
+    path = tmp_path / "energy.sqlite"
+    meter = EnergyMeter(EnergySettings(source="none", flush_s=0.05), path)
+    await meter.check_health()
+    code = f"from pathlib import Path\nfrom app.energy.ledger import Ledger\nLedger(Path({str(path)!r}))\ninput()"
+    later = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    async with asyncio.timeout(30):
+        while (await meter.state())["fenced"] is None:
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
+    await meter.check_health()
+    later.kill()
+    later.wait()
+    with pytest.raises(MeterStopped, match="took the ledger over and is gone"):
+        await meter.check_health()
+    meter.__del__()
 
 
 async def test_what_is_said_and_answered_can_be_sent(tmp_path):

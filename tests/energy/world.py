@@ -1,10 +1,13 @@
 """A meter, its engines and their device on one clock that the test moves."""
 
 import asyncio
+import time
 
 from app.energy.activity import Ack, ActivityRecorder, Labels
 from app.energy.client import ActivitySender
+from app.energy.ledger_reader import read
 from app.energy.meter import Meter
+from app.energy.queries import TimeRange, totals
 from app.energy.samplers.choose import choose_meters
 from app.energy.settings import EnergySettings
 from tests.energy.schedules import slices, trace
@@ -28,6 +31,8 @@ class World:
             stub.trace(stub.add(uuid), trace(own))
         stub.set_time(0.0)
         self.meters = []
+        self.meter_cpu_s = 0.0
+        """CPU time of all that is called of meters."""
         self.lose_next = 0
         """So many reports get lost on their way, without the sender's knowing."""
         self.recorders, self.senders = {}, {}
@@ -49,6 +54,7 @@ class World:
             self.ledger_path,
             clock=lambda: self.now_s,
             wall=self.wall,
+            cpu_clock=lambda: self.meter_cpu_s,
             seed=len(self.meters),
             **others,
         )
@@ -72,7 +78,19 @@ class World:
         if self.lose_next:
             self.lose_next -= 1
             return Ack(meter.generation, float("inf"))
-        return meter.report(batch)
+        return self._timed(meter.report, batch)
+
+    def _timed(self, call, *args):
+        begun_s = time.thread_time()
+        try:
+            return call(*args)
+        finally:
+            self.meter_cpu_s += time.thread_time() - begun_s
+
+    def totals(self, meter, since_s=None, until_s=None):
+        """What the deployment answers: the ledger, read beside the meter once it has caught up."""
+        meter.catch_up()
+        return read(self.ledger_path, lambda connection: totals(connection, TimeRange(since_s, until_s)))
 
     def run(self, until_s):
         asyncio.run(self._run(until_s))
@@ -89,7 +107,7 @@ class World:
                     await sender.flush()
             for item in self.meters:
                 if self.now_s >= item[1]:
-                    item[1] = self.now_s + item[0].tick()
+                    item[1] = self.now_s + self._timed(item[0].tick)
 
     def _play(self):
         while self._begins and self._begins[0].start_s <= self.now_s:
