@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json as json_format
 import random
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from app.controller.trained_model import OnnxPredictor
     from app.routing.features import RequestFeatures
     from app.routing.policies import Policy
     from app.routing.prefix_index import PrefixIndex, PromptChain
@@ -37,10 +40,20 @@ def register(app: typer.Typer) -> None:
 def decision_bench(
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     repeats: Annotated[int, typer.Option(help="Calls per figure.", min=10)] = 5_000,
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json to time apart from the rest.")] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="A tokenizer.json to time apart from the rest; the embedded model's once it is prepared."),
+    ] = None,
+    trained_model: Annotated[
+        Path | None, typer.Option(help="Trained model (ONNX) of the policy learned; a small one of its own otherwise.")
+    ] = None,
 ) -> None:
     """Percentiles of features, prefix lookup and every policy for a 1,000-token prompt, in microseconds."""
-    results = measure_all(repeats, tokenizer)
+    try:
+        results = measure_all(repeats, tokenizer or _embedded_tokenizer(), trained_model)
+    except (OSError, ValueError) as error:  # files that are not there, or not what they are given for
+        typer.echo(f"decision-bench: {error}", err=True)
+        raise typer.Exit(2) from error
     if json:
         typer.echo(json_format.dumps(results, indent=1))
         return
@@ -48,15 +61,70 @@ def decision_bench(
         typer.echo(f"{name:32s} " + "  ".join(f"{key} {value:,.4g}" for key, value in figures.items()))
 
 
-def measure_all(repeats: int, tokenizer: str | None = None) -> dict[str, dict[str, float]]:
-    """All figures by name: `*_us` are microseconds, percentiles over `repeats` calls."""
+def _embedded_tokenizer() -> Path | None:
+    """The embedded model's tokenizer; None before `prepare` has made it."""
+    from app.engines.checkpoints import embedded
+    from app.engines.store import Scheme, checkpoint_folder, default_home
+
+    path = checkpoint_folder(embedded.REFERENCE, Scheme.FP16, default_home()) / "tokenizer.json"
+    return path if path.is_file() else None
+
+
+def measure_all(
+    repeats: int, tokenizer: Path | None = None, trained_model: Path | None = None
+) -> dict[str, dict[str, float]]:
+    """All figures by name: `*_us` are microseconds, percentiles over `repeats` calls.
+
+    Raises:
+        OSError, ValueError: the tokenizer or the trained model cannot be used.
+    """
+    encode = None if tokenizer is None else _read_tokenizer(tokenizer)
     # Machines differ, and a busy one is slower: the same loop everywhere says what a microsecond is worth here.
     results = {"reference_loop": percentiles(lambda n: sum(range(1000)), repeats)}
-    results |= _decisions(repeats)
+    results |= _decisions(repeats, _predictor(trained_model))
     results["prefix_index"] = _index_at_size(repeats)
-    if tokenizer is not None:
-        results["tokenising"] = _tokenising(tokenizer, min(repeats, 500))
+    if encode is not None:
+        prompts = _prompts(64)
+        results["tokenising"] = percentiles(lambda n: encode(prompts[n % 64]), min(repeats, 500))
     return results
+
+
+def _predictor(trained_model: Path | None) -> OnnxPredictor | None:
+    """The trained model that was given, or a small one; None where what makes one is not installed."""
+    from app.controller.trained_model import OnnxPredictor
+
+    if trained_model is not None:
+        return OnnxPredictor(trained_model)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return OnnxPredictor(write_example_model(Path(folder) / "example.onnx"))
+    except ModuleNotFoundError as error:
+        typer.echo(f"decision-bench: without policy.learned, {error}; give --trained-model FILE", err=True)
+        return None
+
+
+def write_example_model(path: Path, version: str = "example", model: str = "bench", hardware: str = "bench") -> Path:
+    """Writes a decision tree of the size that `train` makes, over modes that each are the best for some requests.
+
+    Raises OSError.
+    """
+    from app.routing.policies.learned import feature_vector
+    from app.routing.tags import Tag
+    from loadgen.best_mode import Constraints, Measured
+    from loadgen.learners import export, fit
+    from loadgen.training_data import Dataset, Example, paper_features
+
+    rng = random.Random(3)
+    examples = []
+    for number in range(300):
+        prompt, output, tag = rng.randint(16, 4_000), rng.randint(1, 512), rng.choice(list(Tag))
+        costs = {"fp16": (1, 40), "int8": (1.2, 30), "gptq": (2, 20), "speculative": (1.1, 10 + 5 * len(tag.value))}
+        measured = {mode: Measured(read * prompt + step * output) for mode, (read, step) in costs.items()}
+        examples.append(Example(str(number), tuple(feature_vector(paper_features(prompt, output, tag))), measured))
+    data = Dataset(examples, "fp16")
+    fitted = fit("tree", data, data.features(), Constraints())
+    path.write_bytes(export(fitted, version=version, model=model, hardware=hardware))
+    return path
 
 
 def percentiles(calls: Callable[[int], object], repeats: int) -> dict[str, float]:
@@ -86,7 +154,7 @@ def _prompts(count: int, seed: int = 0) -> list[str]:
     return [shared[number % len(shared)] + text(length - length // 2) for number in range(count)]
 
 
-def _decisions(repeats: int) -> dict[str, dict[str, float]]:
+def _decisions(repeats: int, trained: OnnxPredictor | None) -> dict[str, dict[str, float]]:
     from app.routing.features import measure
     from app.routing.output_length import OutputLengthPredictor
     from app.routing.policies import make_policy
@@ -151,11 +219,15 @@ def _decisions(repeats: int) -> dict[str, dict[str, float]]:
         "features.prefix_chain": percentiles(lambda n: text_chain(prompts[n % 64]), repeats),
         "features.prefix_lookup": _lookups(index, chains, repeats),
     }
-    for name in ("rules", "rules_published", "cost", "static:fp16"):
-        policy = make_policy(name, modes, settings, profile)
+    served = {} if trained is None else {"model": trained.model, "hardware": trained.hardware}
+    for name in ("rules", "rules_published", "cost", "learned", "static:fp16"):
+        if name == "learned" and trained is None:
+            continue
+        policy = make_policy(name, modes, settings, profile, trained, **served)
         results[f"policy.{name}"] = _policy(policy, ready, snapshots, repeats)
+        if name in ("cost", "learned"):
+            results[f"features+{name}"] = _with_features(policy, features, snapshots, repeats)
     cost = make_policy("cost", modes, settings, profile)
-    results["features+cost"] = percentiles(lambda n: cost.decide(features(n), snapshots[n % 61]), repeats)
     record = cost.decide(ready[0], snapshots[0])
     results["records_to_json"] = percentiles(
         lambda n: (ready[n % 64].to_json(), snapshots[n % 61].to_json(), record.to_json()), repeats
@@ -165,6 +237,12 @@ def _decisions(repeats: int) -> dict[str, dict[str, float]]:
 
 def _policy(policy: Policy, ready: list[RequestFeatures], live: list[Snapshot], repeats: int) -> dict[str, float]:
     return percentiles(lambda n: policy.decide(ready[n % len(ready)], live[n % len(live)]), repeats)
+
+
+def _with_features(
+    policy: Policy, features: Callable[[int], RequestFeatures], live: list[Snapshot], repeats: int
+) -> dict[str, float]:
+    return percentiles(lambda n: policy.decide(features(n), live[n % 61]), repeats)
 
 
 def _lookups(index: PrefixIndex, chains: list[PromptChain], repeats: int) -> dict[str, float]:
@@ -265,9 +343,12 @@ def _after(prefixes: int) -> random.Random:
     return rng
 
 
-def _tokenising(path: str, repeats: int) -> dict[str, float]:
+def _read_tokenizer(path: Path) -> Callable[[str], object]:
+    """Raises ValueError."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(path)
-    prompts = _prompts(64)
-    return percentiles(lambda n: tokenizer.encode(prompts[n % 64], add_special_tokens=False), repeats)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain exceptions
+        raise ValueError(f"{path} is no tokenizer: {error}") from error
+    return lambda prompt: tokenizer.encode(prompt, add_special_tokens=False)
