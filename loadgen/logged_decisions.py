@@ -40,15 +40,21 @@ class Row(NamedTuple):
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """A context: what many decisions were made from. Its parts stay undecoded, since each is decoded once."""
+    """A context: what many decisions were made from. Its parts stay undecoded, since each is decoded once.
+
+    `model` and `hardware` are what served, `trained_model` is the version of the one in use; unknown is None.
+    """
 
     settings: msgspec.Raw = _NONE
     modes: msgspec.Raw = _NONE
     profile: msgspec.Raw = _NONE
+    model: str | None = None
+    hardware: str | None = None
+    trained_model: str | None = None
 
 
-class Context(msgspec.Struct, frozen=True):
-    """The `decision` column, and the settings and modes of the row's context. `named`: the request named its mode."""
+class Logged(msgspec.Struct, frozen=True):
+    """The `decision` column. `named`: the request named its mode. A row without a context has its parts here."""
 
     decision: msgspec.Raw
     policy: str | None = None
@@ -59,14 +65,19 @@ class Context(msgspec.Struct, frozen=True):
 
 
 class LoggedDecision(NamedTuple):
-    """One decision with its inputs. `executed` is the mode that served the request; None where none did."""
+    """One decision with its inputs. `executed` is the mode that served the request; None where none did.
+
+    `context` names what `shared` came from; None where the row itself says it.
+    """
 
     request_id: str
     executed: str | None
     features: RequestFeatures
     snapshot: Snapshot
     outcome: Outcome
-    context: Context
+    logged: Logged
+    shared: Shared
+    context: bytes | None
 
 
 class RowRange(NamedTuple):
@@ -121,7 +132,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 _features = msgspec.json.Decoder(RequestFeatures)
 _snapshot = msgspec.json.Decoder(Snapshot)
-_context = msgspec.json.Decoder(Context)
+_logged = msgspec.json.Decoder(Logged)
 _decision = msgspec.json.Decoder(Decision)
 _refusal = msgspec.json.Decoder(Refusal)
 
@@ -131,18 +142,22 @@ def decode(row: Row, contexts: Mapping[bytes, Shared]) -> LoggedDecision | None:
     if row.decision in _EMPTY:
         return None
     try:
-        context = _context.decode(row.decision)
-        if context.decision == _NONE:
+        logged = _logged.decode(row.decision)
+        if logged.decision == _NONE:
             return None
-        if row.context is not None and (shared := contexts.get(row.context)) is not None:
-            context = msgspec.structs.replace(context, settings=shared.settings, modes=shared.modes)
-        outcome = _outcome(context.decision)
+        name = row.context
+        shared = None if name is None else contexts.get(name)
+        if shared is None:
+            name, shared = None, Shared(logged.settings, logged.modes)
+        outcome = _outcome(logged.decision)
         features, snapshot = _features.decode(row.features), _snapshot.decode(row.snapshot)
     except ValueError as error:  # msgspec's errors are ValueErrors, and so are the records' own
         raise RowDamaged(str(error)) from error
     chosen = outcome.mode if isinstance(outcome, Decision) else None
     executed = chosen if row.mode is None else row.mode.decode(errors="replace")
-    return LoggedDecision(row.request_id.decode(errors="replace"), executed, features, snapshot, outcome, context)
+    return LoggedDecision(
+        row.request_id.decode(errors="replace"), executed, features, snapshot, outcome, logged, shared, name
+    )
 
 
 def _outcome(raw: msgspec.Raw) -> Outcome:

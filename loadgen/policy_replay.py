@@ -6,21 +6,24 @@ Tallies of several processes add up, so that a large ledger is replayed in piece
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from pydantic import ValidationError
 
 from app.routing.coefficients import ModeCoefficients, compile_profile
 from app.routing.decision import Decision, Outcome
 from app.routing.mode_info import ModeInfo
 from app.routing.policies import Policy, make_policy
 from app.routing.policies.engine_load import EngineLoad, Interference, engine_loads
+from app.routing.policies.learned import LearnedPolicy, Predictor
 from app.routing.policies.prediction import predict
 from app.routing.policies.static import StaticPolicy
 from app.routing.profile import Profile
 from app.routing.settings import RoutingSettings
 from loadgen.logged_decisions import LoggedDecision, Row, Shared, decode
 
+LEARNED = LearnedPolicy.name
 _LISTED = 100
 """Mismatches and damaged rows that are kept word for word; the rest are counted."""
 
@@ -129,11 +132,16 @@ class SetupMissing(ValueError):
     """A row says neither with which settings nor over which modes it was decided, and nobody else does."""
 
 
+class Unverifiable(ValueError):
+    """What a decision was made with is not at hand; the message says what."""
+
+
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """What stands in for what a ledger does not say, and the profiles by their versions.
 
-    `profile` predicts costs and is what the replayed policies read; verification takes the one each row names.
+    `profile` predicts costs and is what the replayed policies read; verification takes the one of each row's context,
+    or else the one that the row names.
     """
 
     profile: Profile | None = None
@@ -145,14 +153,25 @@ class Defaults:
 
 
 class Replay:
-    """Asks `policies` about every row given to `add`; with `verify` also each row's own policy."""
+    """Asks `policies` about every row given to `add`; with `verify` also each row's own policy.
 
-    def __init__(self, policies: Sequence[str], defaults: Defaults, *, verify: bool = False) -> None:
+    predictor: the trained model of `learned`; without one its decisions cannot be made again.
+    """
+
+    def __init__(
+        self,
+        policies: Sequence[str],
+        defaults: Defaults,
+        *,
+        verify: bool = False,
+        predictor: Predictor | None = None,
+    ) -> None:
         self.tally = Tally(policies={name: PolicyTally() for name in policies})
         self._names = tuple(policies)
         self._defaults = defaults
         self._verify = verify
-        self._setups: dict[tuple[bytes, bytes], _Setup] = {}
+        self._predictor = predictor
+        self._setups: dict[object, _Setup] = {}
         self._interference: Interference = {} if defaults.profile is None else defaults.profile.interference
 
     def add(self, row: Row) -> None:
@@ -181,22 +200,24 @@ class Replay:
         tally.executed[logged.executed or "refused"] += 1
 
     def _setup(self, logged: LoggedDecision) -> "_Setup":
-        key = bytes(logged.context.settings), bytes(logged.context.modes)
+        shared = logged.shared
+        key = logged.context or (bytes(shared.settings), bytes(shared.modes))
         setup = self._setups.get(key)
         if setup is None:
-            setup = self._setups[key] = _setup_of(*key, self._defaults)
+            setup = self._setups[key] = _Setup(shared, self._defaults, self._predictor)
         return setup
 
     def _check(self, logged: LoggedDecision, setup: "_Setup") -> None:
         tally, outcome = self.tally, logged.outcome
-        version = logged.context.profile_version
-        if version is None and isinstance(outcome, Decision):
-            version = outcome.profile_version
-        profile = None if version is None else self._defaults.profiles.get(version)
-        if version is not None and profile is None:
-            tally.unverifiable[f"profile {version} was not given"] += 1
+        name = logged.logged.policy or outcome.policy
+        try:
+            profile = self._profile_of(logged, setup)
+            if name == LEARNED:
+                _check_trained_model(logged, self._predictor)
+        except Unverifiable as why:
+            tally.unverifiable[str(why)] += 1
             return
-        policy = setup.policy(logged.context.policy or outcome.policy, profile, named=logged.context.named)
+        policy = setup.policy(name, profile, named=logged.logged.named)
         if isinstance(policy, str):
             tally.unverifiable[policy] += 1
             return
@@ -207,13 +228,55 @@ class Replay:
             if len(tally.mismatches) < _LISTED:
                 tally.mismatches.append(Mismatch(logged.request_id, policy.name, _differences(outcome, again)))
 
+    def _profile_of(self, logged: LoggedDecision, setup: "_Setup") -> Profile | None:
+        """The profile that this decision was made with. A refusal names none, so the context's comes first."""
+        if isinstance(setup.profile, str):
+            raise Unverifiable(setup.profile)
+        if setup.profile is not None:
+            return setup.profile
+        version = logged.logged.profile_version
+        if version is None and isinstance(logged.outcome, Decision) and logged.outcome.policy != LEARNED:
+            version = logged.outcome.profile_version
+        if version is None:
+            return None
+        profile = self._defaults.profiles.get(version)
+        if profile is None:
+            raise Unverifiable(f"profile {version} was not given")
+        return profile
+
+
+def _check_trained_model(logged: LoggedDecision, predictor: Predictor | None) -> None:
+    """Raises Unverifiable where another trained model decided than the one at hand."""
+    version = logged.shared.trained_model
+    if version is None and isinstance(logged.outcome, Decision) and logged.outcome.policy == LEARNED:
+        version = logged.outcome.profile_version
+    if predictor is None or version not in (None, predictor.version):
+        raise Unverifiable(f"trained model {version or 'of unknown version'} was not given: --trained-model FILE")
+
 
 class _Setup:
-    """Policies over one set of modes and settings; made once, for most rows share them."""
+    """Policies over one set of modes and settings; made once, for most rows share them.
 
-    def __init__(self, settings: RoutingSettings, modes: tuple[ModeInfo, ...], profile: Profile | None) -> None:
-        self._settings, self._modes = settings, modes
-        self.coefficients = {} if profile is None else compile_profile(profile, modes)
+    Raises:
+        SetupMissing: neither the ledger nor the defaults say what decided.
+        ValueError: the settings or modes are not of their form.
+    """
+
+    def __init__(self, shared: Shared, defaults: Defaults, predictor: Predictor | None) -> None:
+        settings, modes, profile = map(bytes, (shared.settings, shared.modes, shared.profile))
+        self._settings = _given(
+            "settings", defaults.settings if settings == _NULL else RoutingSettings.model_validate_json(settings)
+        )
+        self._modes = _given(
+            "modes", defaults.modes if modes == _NULL else msgspec.json.decode(modes, type=tuple[ModeInfo, ...])
+        )
+        self.profile = None if profile == _NULL else _profile(profile)
+        """The one that the context holds, or in words why it cannot be read."""
+        self.coefficients = {} if defaults.profile is None else compile_profile(defaults.profile, self._modes)
+        self._predictor = predictor
+        # A ledger that does not say what served leaves it to the trained model.
+        self._model = shared.model or (predictor.model if predictor else "")
+        self._hardware = shared.hardware or (predictor.hardware if predictor else "")
         self._policies: dict[tuple[str, str | None, bool], Policy | str] = {}
 
     def policy(self, name: str, profile: Profile | None, *, named: bool = False) -> Policy | str:
@@ -226,11 +289,36 @@ class _Setup:
                     mode = name.removeprefix("static:")
                     found = StaticPolicy(mode, self._modes, self._settings, fall_back=False)
                 else:
-                    found = make_policy(name, self._modes, self._settings, profile)
+                    found = make_policy(
+                        name,
+                        self._modes,
+                        self._settings,
+                        profile,
+                        self._predictor,
+                        model=self._model,
+                        hardware=self._hardware,
+                    )
             except ValueError as error:
                 found = str(error)
             self._policies[key] = found
         return found
+
+
+_NULL = b"null"
+_Found = TypeVar("_Found")
+
+
+def _profile(content: bytes) -> Profile | str:
+    try:
+        return Profile.model_validate_json(content)
+    except ValidationError as error:
+        return f"the profile in its context is no profile: {error.errors()[0]['msg']}"
+
+
+def _given(what: str, found: _Found | None) -> _Found:
+    if found is None:
+        raise SetupMissing(f"the row names no {what}; give --{what} FILE")
+    return found
 
 
 class _Costs:
@@ -268,18 +356,6 @@ class _Costs:
             return None
         found = predict([known], self._engines, features, snapshot)[0]
         return Cost(found.latency_ms, found.energy_j())
-
-
-def _setup_of(settings: bytes, modes: bytes, defaults: Defaults) -> _Setup:
-    """Raises SetupMissing, or ValueError for settings or modes that are not of their form."""
-    found_settings = defaults.settings if settings == b"null" else RoutingSettings.model_validate_json(settings)
-    found_modes = defaults.modes if modes == b"null" else msgspec.json.decode(modes, type=tuple[ModeInfo, ...])
-    for what, found in (("settings", found_settings), ("modes", found_modes)):
-        if found is None:
-            raise SetupMissing(f"the row names no {what}; give --{what} FILE")
-    assert found_settings is not None
-    assert found_modes is not None
-    return _Setup(found_settings, found_modes, defaults.profile)
 
 
 def _ask(tally: PolicyTally, policy: Policy | str, logged: LoggedDecision, costs: _Costs) -> None:

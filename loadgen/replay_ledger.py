@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +19,14 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from app.controller.trained_model import OnnxPredictor
 from app.routing.mode_info import ModeInfo
 from app.routing.policies import POLICY_NAMES
+from app.routing.policies.learned import PredictorRefused
 from app.routing.profile import Profile
 from app.routing.settings import RoutingSettings
 from loadgen.logged_decisions import LedgerUnreadable, RowRange, Shared, ranges, read_contexts, rows
-from loadgen.policy_replay import Defaults, PairedMean, Replay, Tally
+from loadgen.policy_replay import LEARNED, Defaults, PairedMean, Replay, Tally
 from loadgen.servers import write_json
 
 _DEFAULT_POLICIES = ("cost", "rules", "rules_published")
@@ -43,10 +46,12 @@ class Job:
     policies: tuple[str, ...]
     defaults: Defaults
     verify: bool
+    trained_model: Path | None = None
 
     def piece(self, span: RowRange) -> Tally:
-        """Replays one piece. Raises LedgerUnreadable."""
-        replay = Replay(self.policies, self.defaults, verify=self.verify)
+        """Replays one piece. Raises LedgerUnreadable and FileUnusable."""
+        predictor = None if self.trained_model is None else read_trained_model(self.trained_model)
+        replay = Replay(self.policies, self.defaults, verify=self.verify, predictor=predictor)
         # A row makes dozens of short-lived records and no cycles: looking for some costs a fifth of the time.
         gc.disable()
         try:
@@ -58,7 +63,7 @@ class Job:
 
 
 def replay_all(job: Job, processes: int) -> Iterator[Tally]:
-    """The tally so far, after each piece. Raises LedgerUnreadable."""
+    """The tally so far, after each piece. Raises LedgerUnreadable and FileUnusable."""
     spans = ranges(job.ledger, _ROWS_A_PIECE)
     total = Tally(policies=job.piece(RowRange(0, -1)).policies)
     yield total
@@ -90,6 +95,20 @@ def read_settings(path: Path) -> RoutingSettings:
         return RoutingSettings.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise FileUnusable(f"{path} holds no routing settings: {_words(error)}") from error
+
+
+@cache
+def read_trained_model(path: Path) -> OnnxPredictor:
+    """A trained model for whatever it was trained for; read once in each process, for it cannot be sent to another.
+
+    Raises FileUnusable.
+    """
+    try:
+        return OnnxPredictor(path)
+    except OSError as error:
+        raise FileUnusable(f"{path} is no trained model: {_words(error)}") from error
+    except PredictorRefused as error:
+        raise FileUnusable(str(error)) from error
 
 
 def _words(error: OSError | ValidationError) -> str:
@@ -186,7 +205,9 @@ def _verify_notes(tally: Tally) -> Iterator[str]:
         yield f"  {item.request_id} ({item.policy}): " + "; ".join(item.differences)
     if tally.mismatched > _SHOWN:
         yield f"  and {tally.mismatched - _SHOWN} more"
-    yield from (f"not verified, {count} x: {why}" for why, count in tally.unverifiable.most_common())
+    if unverified := sum(tally.unverifiable.values()):
+        yield f"not verified: {unverified} decisions"
+    yield from (f"  {count} x: {why}" for why, count in tally.unverifiable.most_common())
 
 
 def _as_json(tally: Tally, wall_s: float) -> dict[str, Any]:
@@ -261,6 +282,9 @@ def register(replay: typer.Typer) -> None:
             typer.Option(help="Profile that predicts the costs; by default the ledger's own. The first one counts."),
         ] = None,
         settings: Annotated[Path | None, typer.Option(help="Routing settings, where the rows do not say.")] = None,
+        trained_model: Annotated[
+            Path | None, typer.Option(help="Trained model (ONNX) that decides as `learned`; no ledger holds one.")
+        ] = None,
         modes: Annotated[Path | None, typer.Option(help="Modes, as of /v1/modes, where the rows do not say.")] = None,
         verify: Annotated[bool, typer.Option("--verify", help="Each decision must come out again as logged.")] = False,
         processes: Annotated[int, typer.Option(min=1, help="Processes to share the work.")] = min(
@@ -268,11 +292,17 @@ def register(replay: typer.Typer) -> None:
         ),
         out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
     ) -> None:
-        """What other policies would have done with the decisions of a ledger, and at what predicted cost."""
+        """What other policies would have done with the decisions of a ledger, and at what predicted cost.
+
+        Exit status 1: with --verify some decision came out otherwise, or none could be verified.
+        """
         console = Console()
-        names = _known(policy or (() if verify else _DEFAULT_POLICIES))
+        defaults = (*_DEFAULT_POLICIES, LEARNED) if trained_model else _DEFAULT_POLICIES
+        names = _known(policy or (() if verify else defaults))
+        if LEARNED in names and trained_model is None:
+            raise typer.BadParameter("learned needs --trained-model FILE", param_hint="--policy")
         try:
-            job = Job(path, names, _defaults(path, profile or (), settings, modes), verify)
+            job = Job(path, names, _defaults(path, profile or (), settings, modes), verify, trained_model)
             with console.status("reading") as status:
                 tally, wall_s = _run(job, processes, status)
         except (FileUnusable, LedgerUnreadable, BrokenProcessPool) as error:
@@ -288,6 +318,9 @@ def register(replay: typer.Typer) -> None:
         console.print(f"{tally.rows:,} rows in {wall_s:.1f} s: {tally.rows / wall_s:,.0f} rows/s", highlight=False)
         if out is not None:
             _write(out, _as_json(tally, wall_s), console)
+        if verify and not tally.verified:
+            console.print("replay: no decision could be verified", style="red", markup=False)
+            raise typer.Exit(1)
         if tally.mismatched:
             raise typer.Exit(1)
 

@@ -3,8 +3,10 @@ one to measure the replay with, beside it its profile as `PATH.profile.json`."""
 
 import json
 import random
+import sqlite3
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from app.routing.features import RequestFeatures, measure
 from app.routing.mode_info import ModeInfo
 from app.routing.output_length import OutputLengthPredictor
 from app.routing.policies import make_policy
+from app.routing.policies.learned import Predictor
 from app.routing.profile import Profile
 from app.routing.settings import RoutingSettings
 from app.routing.snapshot import EngineView, Snapshot
@@ -59,7 +62,7 @@ def profile_content(version: str = "p1") -> dict[str, Any]:
     }
 
 
-def inputs(rng: random.Random, settings: RoutingSettings) -> tuple[RequestFeatures, Snapshot]:
+def inputs(rng: random.Random, settings: RoutingSettings, queue_limit: int = 256) -> tuple[RequestFeatures, Snapshot]:
     """One request and the state it met."""
     views = {}
     for name in ENGINES:
@@ -67,6 +70,7 @@ def inputs(rng: random.Random, settings: RoutingSettings) -> tuple[RequestFeatur
         views[name] = EngineView(
             engine=name,
             in_flight=load,
+            queue_limit=queue_limit,
             running=load,
             kv_use=round(rng.random() * 0.9, 4),
             kv_capacity_tokens=40_000,
@@ -90,11 +94,13 @@ def inputs(rng: random.Random, settings: RoutingSettings) -> tuple[RequestFeatur
     return features, live
 
 
-def rows(count: int, *, policy: str = "cost", seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Column values of `requests` for `count` requests, each decided by `policy`."""
+def rows(
+    count: int, *, policy: str = "cost", seed: int = 0, queue_limit: int = 256, predictor: Predictor | None = None
+) -> Iterator[dict[str, Any]]:
+    """Column values of `requests` for `count` requests, each decided by `policy`. Rows name what decided."""
     settings = RoutingSettings()
     profile = Profile.model_validate(profile_content())
-    decide = make_policy(policy, MODES, settings, profile).decide
+    decide = make_policy(policy, MODES, settings, profile, predictor, model="tiny", hardware="box").decide
     rng = random.Random(seed)
     context = {
         "policy": policy,
@@ -103,7 +109,7 @@ def rows(count: int, *, policy: str = "cost", seed: int = 0) -> Iterator[dict[st
         "profile_version": profile.version,
     }
     for number in range(count):
-        features, live = inputs(rng, settings)
+        features, live = inputs(rng, settings, queue_limit)
         outcome = decide(features, live)
         decided = isinstance(outcome, Decision)
         yield {
@@ -119,6 +125,32 @@ def rows(count: int, *, policy: str = "cost", seed: int = 0) -> Iterator[dict[st
             "decision": _json({"decision": msgspec.to_builtins(outcome)} | context),
             "outcome": _json({"total_ms": 100.0, "output_tokens": 32}),
         }
+
+
+def context_content(**more: Any) -> dict[str, Any]:
+    """What a server keeps once for all rows that were decided alike."""
+    return {
+        "model": "tiny",
+        "hardware": "box",
+        "settings": RoutingSettings().model_dump(mode="json"),
+        "modes": msgspec.to_builtins(MODES),
+        "profile": profile_content(),
+        "trained_model": None,
+    } | more
+
+
+def write_as_served(path: Path, wanted: Iterator[dict[str, Any]], **context: Any) -> None:
+    """Makes a ledger as the server writes it: rows name their policy and a context that they share."""
+    content = _json(context_content(**context))
+
+    def row(values: dict[str, Any]) -> dict[str, Any]:
+        logged = json.loads(values["decision"])
+        kept = {"policy": logged["policy"], "named": False, "decision": logged["decision"]}
+        return values | {"decision": _json(kept), "context": "c"}
+
+    write(path, map(row, wanted))
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("INSERT INTO contexts VALUES ('c', 1, ?)", (content,))
 
 
 def _json(value: Any) -> str:
@@ -151,5 +183,5 @@ def many(count: int, distinct: int = 20_000) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), many(int(sys.argv[2])))
+    write_as_served(Path(sys.argv[1]), many(int(sys.argv[2])))
     write_profile(Path(sys.argv[1] + ".profile.json"))

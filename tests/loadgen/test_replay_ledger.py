@@ -9,7 +9,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from app.controller.trained_model import OnnxPredictor
 from loadgen.__main__ import make_app
+from loadgen.decision_bench import write_example_model
 from loadgen.logged_decisions import LedgerUnreadable, RowRange, ranges, rows
 from loadgen.policy_replay import Tally
 from loadgen.replay_ledger import Job, _defaults, replay_all
@@ -180,18 +182,63 @@ def test_rows_that_do_not_say_how_they_were_made(tmp_path: Path) -> None:
         assert (code, "verified 12 decisions: 0 came out otherwise" in words) == (0, True), words
 
 
+def test_refusals_are_verified_with_the_profile_that_decided(tmp_path: Path) -> None:
+    path = tmp_path / "l.sqlite"
+    synthetic.write_as_served(path, synthetic.rows(8, queue_limit=0))
+    code, words = replay(path, "--verify")
+    assert (code, "verified 8 decisions: 0 came out otherwise" in words, "not verified" in words) == (0, True, False)
+    assert tally_of(path, "cost").policies["cost"].refusals == {"queue_full": 8}
+
+
+def test_a_damaged_profile_of_a_context_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "l.sqlite"
+    synthetic.write_as_served(path, synthetic.rows(8), profile={"version": "p1"})
+    code, words = replay(path, "--verify", "--policy", "rules")
+    assert (code, "not verified: 8 decisions 8 x: the profile in its context is no profile" in words) == (1, True)
+    assert "no decision could be verified" in words
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("skl2onnx")
+    path = tmp_path_factory.mktemp("trained") / "tree.onnx"
+    return write_example_model(path, "tree-1", model="tiny", hardware="box")
+
+
+def learned(path: Path, trained: Path, **context: Any) -> Path:
+    decided = synthetic.rows(12, policy="learned", predictor=OnnxPredictor(trained))
+    synthetic.write_as_served(path, decided, **({"trained_model": "tree-1"} | context))
+    return path
+
+
+def test_learned_decisions_are_verified_with_their_model(tmp_path: Path, trained: Path) -> None:
+    path = learned(tmp_path / "l.sqlite", trained)
+    code, words = replay(path, "--verify", "--policy", "learned", "--trained-model", trained)
+    assert (code, "verified 12 decisions: 0 came out otherwise" in words, "not verified" in words) == (0, True, False)
+    assert "learned 12 0 100.0 %" in words
+
+
+def test_without_their_model_learned_decisions_are_said_to_be_unverified(tmp_path: Path, trained: Path) -> None:
+    path = learned(tmp_path / "l.sqlite", trained)
+    code, words = replay(path, "--verify")
+    why = "12 x: trained model tree-1 was not given"
+    assert (code, "verified 0 decisions" in words, f"not verified: 12 decisions {why}" in words) == (1, True, True)
+    other = write_example_model(tmp_path / "other.onnx", "tree-2", model="tiny", hardware="box")
+    code, words = replay(path, "--verify", "--trained-model", other)
+    assert (code, f"not verified: 12 decisions {why}" in words) == (1, True)
+
+
+def test_a_model_trained_for_something_else_is_not_asked(tmp_path: Path, trained: Path) -> None:
+    path = learned(tmp_path / "l.sqlite", trained, hardware="another box")
+    code, words = replay(path, "--verify", "--trained-model", trained, "--policy", "learned")
+    assert (code, words.count("12 x: The trained model is for hardware 'box', but 'another box' serves")) == (1, 2)
+
+
 def test_a_context_that_rows_share_says_how_they_were_made(tmp_path: Path) -> None:
     path = tmp_path / "l.sqlite"
-    changed(path, lambda values: {"decision": values["decision"], "policy": values["policy"]})
-    content = {
-        "settings": {},
-        "modes": [msgspec.to_builtins(mode) for mode in synthetic.MODES],
-        "profile": synthetic.profile_content(),
-    }
+    synthetic.write_as_served(path, synthetic.rows(12))
     with sqlite3.connect(path) as connection:
-        connection.execute("INSERT INTO contexts VALUES ('c', 1, ?)", (json.dumps(content),))
         connection.execute("INSERT INTO contexts VALUES ('damaged', 1, '{')")
-        connection.execute("UPDATE requests SET context = 'c'")
     code, words = replay(path, "--verify")
     assert (code, "verified 12 decisions: 0 came out otherwise" in words, "not verified" in words) == (0, True, False)
     found = tally_of(path, "cost").policies["cost"]
@@ -213,6 +260,9 @@ def test_a_mode_that_was_not_deployed_is_said(ledger: Path) -> None:
         (("{ledger}", "--profile", "{folder}/text.sqlite"), "is no profile"),
         (("{ledger}", "--settings", "{folder}/text.sqlite"), "no routing settings"),
         (("{ledger}", "--modes", "{folder}/text.sqlite"), "no list of modes"),
+        (("{ledger}", "--policy", "learned"), "learned needs --trained-model"),
+        (("{ledger}", "--trained-model", "/nowhere.onnx"), "is no trained model"),
+        (("{ledger}", "--trained-model", "{folder}/text.sqlite"), "is no ONNX model"),
         (("{ledger}", "--out", "/proc/nowhere/out.json"), "cannot write"),
     ],
 )
