@@ -139,6 +139,7 @@ def _admit(
         engines={name: engine.view(name) for name, engine in engines.items()},
         mean_prompt_tokens=traffic.prompt_tokens,
         mean_output_tokens=traffic.output_tokens,
+        mean_output_shares=traffic.output_shares,
     )
     features = replace(request.features, cached_tokens=found, batch_size=1 + snapshot.total_load())
     decision = policy.decide(features, snapshot)
@@ -151,7 +152,7 @@ def _admit(
         uncached = max(1, uncached - found.get(engine, 0))
         if request.conversation is not None:
             cached[engine, request.conversation] = request.shared_tokens
-    traffic.add(uncached, features.expected_output_tokens)
+    traffic.add(uncached, features.expected_output_tokens, features.tag)
     tokens_per_step = 1.0
     if known.mode.speculative:
         tokens_per_step += known.accepted.get(features.tag, known.accepted_default)

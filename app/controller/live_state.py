@@ -41,6 +41,7 @@ def take_snapshot(
         accepted_per_step=accepted_per_step or {},
         mean_prompt_tokens=traffic.prompt_tokens if traffic else 0.0,
         mean_output_tokens=traffic.output_tokens if traffic else 0.0,
+        mean_output_shares=traffic.output_shares if traffic else {},
     )
 
 

@@ -65,6 +65,8 @@ class Snapshot(JsonRecord, frozen=True, kw_only=True):
     mean_prompt_tokens: float = 0.0
     mean_output_tokens: float = 0.0
     """What requests brought lately, to compute and expected (see `traffic.py`); 0 while there were none."""
+    mean_output_shares: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """Which share of these output tokens was of which tag; empty where it is unknown."""
     corrections: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Observed/predicted latency by `engine` and by `engine:tag` (see `corrections.py`)."""
     accepted_per_step: Mapping[str, float] = msgspec.field(default_factory=dict)

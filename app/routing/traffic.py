@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from app.routing.tags import Tag
+
 _OVER = 32
 """Requests after which what came before counts a third."""
 
 
 class Traffic:
-    """Mean prompt tokens to compute and output tokens expected, over the latest requests."""
+    """Mean prompt tokens to compute and output tokens expected, over the latest requests.
 
-    __slots__ = ("_requests", "output_tokens", "prompt_tokens")
+    `output_shares` says how the output tokens are spread over the tags, by name; it adds up to 1, and is empty before
+    any output. It is never changed: there is a new one after each request.
+    """
+
+    __slots__ = ("_by_tag", "_requests", "output_shares", "output_tokens", "prompt_tokens")
 
     def __init__(self) -> None:
         self._requests = 0
+        self._by_tag: dict[str, float] = {}
         self.prompt_tokens = 0.0
         self.output_tokens = 0.0
+        self.output_shares: Mapping[str, float] = {}
 
-    def add(self, prompt_tokens: int, output_tokens: int) -> None:
+    def add(self, prompt_tokens: int, output_tokens: int, tag: Tag) -> None:
         """A request goes to an engine."""
         self._requests = min(_OVER, self._requests + 1)
         self.prompt_tokens += (prompt_tokens - self.prompt_tokens) / self._requests
         self.output_tokens += (output_tokens - self.output_tokens) / self._requests
+        by_tag = self._by_tag
+        kept = 1.0 - 1.0 / self._requests
+        for name in by_tag:
+            by_tag[name] *= kept
+        by_tag[tag.value] = by_tag.get(tag.value, 0.0) + output_tokens / self._requests
+        total = sum(by_tag.values())
+        if total > 0.0:
+            self.output_shares = {name: tokens / total for name, tokens in by_tag.items()}

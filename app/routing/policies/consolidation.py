@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 
 from app.routing.coefficients import MAX_BATCH, ModeCoefficients
 from app.routing.policies.engine_load import EngineLoad, Interference
-from app.routing.policies.prediction import Prediction
-from app.routing.snapshot import Snapshot
+from app.routing.policies.prediction import Prediction, accepted_per_step
+from app.routing.snapshot import EngineView, Snapshot
 
 _CLEARLY = 1.2
 """A prediction must be better by this factor to be acted on: changing the engine costs a time in which both run."""
@@ -40,7 +40,7 @@ def one_engine(
     if not loads.keys() <= known.keys():
         return None
     requests = sum(loads.values())
-    together = {name: _time_ms(known[name], requests, engines[name].view.max_running, snapshot) for name in eligible}
+    together = {name: time_ms(known[name], requests, engines[name].view, snapshot) for name in eligible}
     chosen = min(together, key=together.__getitem__)
     # It stays where most of the work is unless another engine is clearly better.
     if together.get(present, math.inf) <= _CLEARLY * together[chosen]:
@@ -50,12 +50,31 @@ def one_engine(
     for name, load in loads.items():
         others = interference.get(name, {})
         slowdown = 1.0 + sum(others.get(other, 1.0) - 1.0 for other in loads if other != name)
-        spread_ms += slowdown * _time_ms(known[name], load, engines[name].view.max_running, snapshot) / len(loads)
+        spread_ms += slowdown * time_ms(known[name], load, engines[name].view, snapshot) / len(loads)
     return chosen if _CLEARLY * together[chosen] < spread_ms else None
 
 
-def _time_ms(known: ModeCoefficients, requests: int, most: int, snapshot: Snapshot) -> float:
-    """Time for so many requests of the usual size, decoded in one batch or several after another."""
-    batch = min(requests, most, MAX_BATCH)
-    prompts_ms = known.prefill_ms_per_token * snapshot.mean_prompt_tokens
-    return requests * (prompts_ms + snapshot.mean_output_tokens / batch * known.step_ms[batch])
+def time_ms(known: ModeCoefficients, requests: int, view: EngineView, snapshot: Snapshot) -> float:
+    """Time of an engine for so many requests of the usual size, decoded in one batch or several after another."""
+    batch = min(requests, view.max_running, MAX_BATCH)
+    correction = snapshot.corrections.get(known.mode.engine, 1.0)
+    prompts_ms = known.prefill_ms_per_token * snapshot.mean_prompt_tokens * correction
+    steps = snapshot.mean_output_tokens * _steps_per_token(known, view, snapshot)
+    return requests * (prompts_ms + steps / batch * known.step_ms[batch])
+
+
+def _steps_per_token(known: ModeCoefficients, view: EngineView, snapshot: Snapshot) -> float:
+    """Decode steps that a token of the usual mixture takes, a step that is slower than in the profile counting more.
+
+    Speculation makes several tokens in a step of one kind of text and none of another, so the mixture decides.
+    """
+    corrections, speculative = snapshot.corrections, known.mode.speculative
+    engine = known.mode.engine
+    of_engine = corrections.get(engine, 1.0)
+    if not snapshot.mean_output_shares:
+        return of_engine / (1.0 + known.accepted_default) if speculative else of_engine
+    steps = 0.0
+    for tag, share in snapshot.mean_output_shares.items():
+        step = share * corrections.get(engine + ":" + tag, of_engine)
+        steps += step / (1.0 + accepted_per_step(known, view, tag, snapshot)) if speculative else step
+    return steps

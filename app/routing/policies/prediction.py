@@ -14,7 +14,7 @@ from app.routing.decision import CostTerms
 from app.routing.features import RequestFeatures
 from app.routing.mode_info import ModeInfo
 from app.routing.policies.engine_load import EngineLoad
-from app.routing.snapshot import Snapshot
+from app.routing.snapshot import EngineView, Snapshot
 
 UNKNOWN_WAKE_MS = 5_000.0
 """A wake-up nobody has measured: dear enough not to be tried while something else is awake."""
@@ -86,7 +86,7 @@ def predict(
         # The prefill yields the first token.
         steps = output_tokens - 1.0
         if mode.speculative:
-            steps /= 1.0 + accepted_per_step(known, engine, features, snapshot)
+            steps /= 1.0 + accepted_per_step(known, engine.view, features.tag, snapshot)
         correction = 1.0
         if corrections:
             correction = corrections.get(mode.engine + tag, 0.0) or corrections.get(mode.engine, 1.0)
@@ -136,13 +136,11 @@ def predict(
     return found
 
 
-def accepted_per_step(
-    known: ModeCoefficients, engine: EngineLoad, features: RequestFeatures, snapshot: Snapshot
-) -> float:
+def accepted_per_step(known: ModeCoefficients, view: EngineView, tag: str, snapshot: Snapshot) -> float:
     """Learned for this mode and tag; else the profile's for the tag; else the engine's latest; else the default."""
-    accepted = snapshot.accepted_per_step.get(known.mode.name + ":" + features.tag)
+    accepted = snapshot.accepted_per_step.get(known.mode.name + ":" + tag)
     if accepted is None:
-        accepted = known.accepted.get(features.tag)
-    if accepted is None and not snapshot.stale(engine.view):
-        accepted = engine.view.accepted_per_step
+        accepted = known.accepted.get(tag)
+    if accepted is None and not snapshot.stale(view):
+        accepted = view.accepted_per_step
     return known.accepted_default if accepted is None else accepted

@@ -5,15 +5,20 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from app.routing.coefficients import compile_profile
+from app.routing.coefficients import ModeCoefficients, compile_profile
 from app.routing.decision import Decision, LostBy
-from app.routing.features import Objective, Wishes
+from app.routing.features import Objective, RequestFeatures, Wishes
 from app.routing.mode_info import ModeInfo
+from app.routing.policies.consolidation import time_ms
 from app.routing.policies.cost import CostPolicy
 from app.routing.policies.static import StaticPolicy
 from app.routing.profile import Profile, parse_profile
 from app.routing.settings import RoutingSettings
+from app.routing.snapshot import EngineView, Snapshot
+from app.routing.tags import Tag
 from loadgen.routing_simulation import SimulatedRequest, simulate
 
 Make = Callable[..., Any]
@@ -95,3 +100,124 @@ def test_a_saturated_device_serves_as_with_the_best_single_mode(features: Make, 
     fixed = RoutingSettings(**SETTINGS)
     best_ms = min(mean_ms(StaticPolicy(mode.name, MODES, fixed, fall_back=False)) for mode in MODES)
     assert mean_ms(CostPolicy(MODES, fixed, known)) < 1.01 * best_ms
+
+
+SPECULATIVE = ModeInfo("speculative", "speculative", "fp16", lossless=True, speculative=True)
+
+
+def coefficients(**accepted: float) -> ModeCoefficients:
+    """A speculative mode whose steps take 20 ms, and whose prompts take no time worth speaking of."""
+    default = accepted.pop("default", 0.0)
+    found = parse_profile(
+        {
+            "schema_version": 1,
+            "version": "p1",
+            "model": "m",
+            "hardware": "h",
+            "modes": {
+                "speculative": {
+                    "prefill_ms": [[1, 0.0], [2, 0.0]],
+                    "step_ms": [[1, 20.0], [2, 20.0]],
+                    "speculation": {"accepted_per_step": accepted, "default": default},
+                }
+            },
+        },
+        model="m",
+        hardware="h",
+    )
+    return compile_profile(found, [SPECULATIVE])["speculative"]
+
+
+def live(shares: dict[str, float], **more: Any) -> Snapshot:
+    return Snapshot(mean_prompt_tokens=80.0, mean_output_tokens=80.0, mean_output_shares=shares, **more)
+
+
+def view(**more: Any) -> EngineView:
+    return EngineView(engine="speculative", **more)
+
+
+accepted_tokens = st.floats(0, 8)
+counts = st.integers(1, 100)
+
+
+@given(accepted_tokens, counts)
+def test_text_that_speculation_foresees_takes_as_many_steps_fewer(accepted: float, requests: int) -> None:
+    known = coefficients(rewriting=accepted)
+    rewriting = time_ms(known, requests, view(), live({"rewriting": 1.0}))
+    assert time_ms(known, requests, view(), live({"none": 1.0})) == pytest.approx(rewriting * (1 + accepted))
+
+
+@given(st.floats(0, 1), accepted_tokens, counts)
+def test_a_mixture_takes_the_steps_of_its_parts(share: float, accepted: float, requests: int) -> None:
+    known = coefficients(rewriting=accepted)
+    pure = [time_ms(known, requests, view(), live({tag: 1.0})) for tag in ("rewriting", "none")]
+    mixed = time_ms(known, requests, view(), live({"rewriting": share, "none": 1.0 - share}))
+    assert mixed == pytest.approx(share * pure[0] + (1.0 - share) * pure[1])
+
+
+@given(accepted_tokens, counts)
+def test_an_unknown_mixture_takes_the_default_acceptance(default: float, requests: int) -> None:
+    known = coefficients(rewriting=5.0, default=default)
+    fresh = view(accepted_per_step=3.0)
+    assert time_ms(known, requests, fresh, live({})) == pytest.approx(
+        requests / min(requests, 64) * 80 * 20 / (1 + default)
+    )
+
+
+@pytest.mark.parametrize(
+    ("learned", "profiled", "age_s", "steps"),
+    [
+        ({"speculative:rewriting": 3.0}, {"rewriting": 2.0, "default": 0.5}, 0.0, 1 / 4),
+        ({}, {"rewriting": 2.0, "default": 0.5}, 0.0, 1 / 3),
+        ({}, {"default": 0.5}, 0.0, 1 / 2),
+        ({}, {"default": 0.5}, 60.0, 1 / 1.5),
+    ],
+)
+def test_what_is_known_best_of_a_tag_counts(
+    learned: dict[str, float], profiled: dict[str, float], age_s: float, steps: float
+) -> None:
+    known, shares = coefficients(**profiled), {"rewriting": 1.0}
+    engine = view(accepted_per_step=1.0, age_s=age_s)
+    assert time_ms(known, 1, engine, live(shares, accepted_per_step=learned)) == pytest.approx(80 * 20 * steps)
+
+
+@given(st.floats(0.4, 2.5), st.floats(0.4, 2.5))
+def test_a_time_is_corrected_as_the_engine_and_the_tag_are(engine: float, tag: float) -> None:
+    known = coefficients()
+    corrections = {"speculative": engine, "speculative:code": tag, "other": 9.0}
+    plain = time_ms(known, 8, view(), live({"none": 1.0}))
+    for shares, factor in (({"none": 1.0}, engine), ({"code": 1.0}, tag), ({}, engine)):
+        found = time_ms(known, 8, view(), live(shares, corrections=corrections))
+        assert found == pytest.approx(plain * factor)
+
+
+@pytest.mark.parametrize(("tag", "engine"), [(Tag.REWRITING, "speculative"), (Tag.NONE, "fp16")])
+def test_the_engine_for_all_is_the_one_that_suits_their_text(tag: Tag, engine: str) -> None:
+    modes = (MODES[0], SPECULATIVE)
+    content = {
+        "fp16": {"prefill_ms": [[64, 60], [512, 500]], "step_ms": [[1, 50], [8, 80]]},
+        "speculative": {
+            "prefill_ms": [[64, 60], [512, 500]],
+            "step_ms": [[1, 55], [8, 160]],
+            "speculation": {"accepted_per_step": {"rewriting": 3.75, "none": 0.0}},
+        },
+    }
+    slow = {"fp16": {"speculative": 2.4}, "speculative": {"fp16": 2.4}}
+    known = parse_profile(
+        {"schema_version": 1, "version": "p1", "model": "m", "hardware": "h", "modes": content, "interference": slow},
+        model="m",
+        hardware="h",
+    )
+    # Half of the work is on each; one more request, which itself would rather go to the other engine.
+    engines = {
+        name: EngineView(engine=name, in_flight=7, pending_output_tokens=7 * 40) for name in ("fp16", "speculative")
+    }
+    asked = RequestFeatures(
+        prompt_tokens=60,
+        expected_output_tokens=80,
+        batch_size=15,
+        tag=Tag.NONE if tag is not Tag.NONE else Tag.REWRITING,
+    )
+    outcome = CostPolicy(modes, RoutingSettings(), known).decide(asked, live({tag.value: 1.0}, engines=engines))
+    assert isinstance(outcome, Decision)
+    assert outcome.engine == engine
