@@ -102,7 +102,7 @@ def _read_training(content: Any, path: Path, source: str, material: Material) ->
             Estimate(float(item["speedup"])),
             oracle_share=float(item["latency_capture"]),
             oracle_match=float(item["match"]),
-            unsafe=round(item["unsafe"]),
+            unsafe=round(item["unsafe"] * item["requests"]),  # `train` gives the share
         )
         for name, item in held.items()
     ]

@@ -96,7 +96,7 @@ def confusion(folder: Path) -> None:
 
 
 def training(folder: Path) -> None:
-    figures = {"requests": 60.0, "match": 0.6, "latency_capture": 0.95, "speedup": 2.2, "unsafe": 4.0}
+    figures = {"requests": 60.0, "match": 0.6, "latency_capture": 0.95, "speedup": 2.2, "unsafe": 0.12}
     pairs = [
         {"oracle": "gptq", "chosen": "int8", "requests": 7.0},
         {"oracle": "fp16", "chosen": "gptq", "requests": 2.0},
@@ -212,7 +212,7 @@ def test_a_training_shows_its_policies_and_what_the_trained_ones_confuse(tmp_pat
     code, words = report(tmp_path / "results", "--out", tmp_path / "out")
     assert code == 0, words
     page = page_in(tmp_path / "out")
-    assert "<td>oracle</td><td>60</td><td>2.20</td><td>95 %</td><td>60 %</td><td>4</td>" in page
+    assert "<td>oracle</td><td>60</td><td>2.20</td><td>95 %</td><td>60 %</td><td>7</td>" in page
     assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"figure4_confusion_1", "figure5_policies_1"}
 
 
