@@ -1,9 +1,10 @@
 """`compare`: policies side by side on one trace recipe, interleaved, against the best single mode and an oracle."""
 
+import asyncio
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from loadgen.client import Call, OpenAIClient, ServerFault
-from loadgen.comparison import LIGHT, SATURATING, STATIC, rate_summary, sentences, training_rows
+from loadgen.comparison import LIGHT, RULES, SATURATING, STATIC, rate_summary, sentences, training_rows
 from loadgen.comparison_run import BARE, DECISION, CompareRefused, ComparisonRuns, Found, Options, runs_of
 from loadgen.energy_facts import accepts_include, energy_of, request_record
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
@@ -25,6 +26,8 @@ from loadgen.server_facts import NothingServed, engines, first_model, tokenizer_
 from loadgen.servers import write_json
 
 EVERY_MODE = "static:all"
+_LOOKS, _PAUSE_S = 8, 0.25
+"""How often a record is looked for, and how long between."""
 
 
 async def _policies(options: Options, client: OpenAIClient) -> tuple[str, ...]:
@@ -69,7 +72,7 @@ async def _measure(options: Options, found: Found, console: Console) -> None:
             salt=f"{random.SystemRandom().getrandbits(32):08x}",
         )
         with console.status("warm-up, and a look at what the server accepts"):
-            comparison.records_kept = await _keeps_energy(client, served)
+            comparison.records_kept = await keeps_energy(client, served)
             refused = [reason for policy in found.policies for reason in await comparison.check(policy)]
         if refused:
             raise CompareRefused("the server does not serve these policies:\n  " + "\n  ".join(refused))
@@ -77,13 +80,17 @@ async def _measure(options: Options, found: Found, console: Console) -> None:
         found.engines = await engines(client)
 
 
-async def _keeps_energy(client: OpenAIClient, served: str) -> bool:
-    """True when a finished request's record tells its energy."""
+async def keeps_energy(client: OpenAIClient, served: str) -> bool:
+    """True when a finished request's record tells its energy, which it does some tenths of a second after its end."""
     body = {"model": served, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
     record = await client.send(Call.of(body))
     if record.outcome is not Outcome.OK:
         return False
-    return energy_of(await request_record(client, record)) is not None
+    for _ in range(_LOOKS):
+        if energy_of(await request_record(client, record)) is not None:
+            return True
+        await asyncio.sleep(_PAUSE_S)
+    return False
 
 
 async def _all_runs(comparison: ComparisonRuns, began: float, console: Console) -> None:
@@ -122,9 +129,11 @@ def summary_of(options: Options, found: Found) -> dict[str, Any]:
     return summary | {"words": sentences(summary)}
 
 
-def _write(options: Options, found: Found) -> dict[str, Any]:
-    """Both files, whole, after each run: an interruption of any kind loses no run that has ended."""
-    summary = summary_of(options, found)
+def _write(options: Options, found: Found, summary: Mapping[str, Any] | None = None) -> None:
+    """Both files, whole, after each run: an interruption of any kind loses no run that has ended.
+
+    The summary comes last: its intervals take seconds, which a run's time is better spent on.
+    """
     content = {
         "command": "compare",
         "recipe": options.recipe.model_dump(mode="json"),
@@ -143,24 +152,19 @@ def _write(options: Options, found: Found) -> dict[str, Any]:
     part = options.out / "training.part"
     part.write_text("".join(f"{line}\n" for line in lines))
     part.replace(options.out / "training.jsonl")
-    return summary
 
 
 def _table(rate: str, rate_per_s: float, found: Mapping[str, Any]) -> Table:
     table = Table(title=f"{rate.capitalize()}: {rate_per_s:g} requests/s, {found['compared_requests']} compared")
     table.add_column("policy", no_wrap=True)
-    for name in ("mean ms", "P95 ms", "tokens/s", "J", "errors", "to best"):
+    for name in ("mean ms", "P95 ms", "tokens/s", "J", "errors"):
         table.add_column(name, justify="right")
-    against = found.get("against_best_static", {})
     for policy, one in sorted(found["policies"].items(), key=lambda item: item[1]["mean_ms"]):
-        best = policy == found.get("best_static")
-        ratio = against.get(policy, {}).get("latency_ratio")
         table.add_row(
             policy,
             *(_figure(one[key], digits) for key, digits in (("mean_ms", 0), ("p95_ms", 0), ("tokens_per_s", 1))),
-            _figure(one["energy_j"], 2),
+            _joules(one),
             str(one["errors"]),
-            "best" if best else "" if ratio is None else f"{ratio['estimate']:.2f}",
         )
     if "oracle_ms" in found:
         table.add_row("hindsight oracle", f"{found['oracle_ms']:.0f}")
@@ -168,15 +172,75 @@ def _table(rate: str, rate_per_s: float, found: Mapping[str, Any]) -> Table:
     return table
 
 
+def _joules(one: Mapping[str, Any]) -> str:
+    """With the number of requests that it is the mean of, where the others' joules are unknown."""
+    answered = one["requests"] - one["errors"]
+    some = f" ({one['energy_requests']} of {answered})" if 0 < one["energy_requests"] < answered else ""
+    return _figure(one["energy_j"], 2) + some
+
+
+def _ratio_table(rate: str, other: str, against: Mapping[str, Any], policies: Sequence[str]) -> Table:
+    """Every policy against one of them. Latencies below 1 and throughput above 1 are better than that one's."""
+    shares = any("headroom_share" in item for item in against.values())
+    table = Table(title=f"{rate.capitalize()}: ratios to {other} [95 % interval]")
+    table.add_column("policy", no_wrap=True)
+    for name in ("mean latency", "P95 latency", "throughput", *(("of the oracle's gain",) if shares else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    for policy in policies:
+        if (item := against.get(policy)) is not None:
+            ratios = (_interval(item[key], 1, 2) for key in ("mean_ratio", "p95_ratio", "throughput_ratio"))
+            share = (_interval(item["headroom_share"], 100, 0, " %"),) if shares else ()
+            table.add_row(policy, *ratios, *share)
+    return table
+
+
+def _class_table(rate: str, best: str, against: Mapping[str, Any]) -> Table:
+    """Classes downwards, policies that choose across."""
+    choosing = [policy for policy in against if not policy.startswith(STATIC)]
+    table = Table(title=f"{rate.capitalize()}: mean latency by class as a ratio to {best} [95 % interval]")
+    table.add_column("class", no_wrap=True)
+    for policy in choosing:
+        table.add_column(policy, justify="right")
+    names = dict.fromkeys(name for policy in choosing for name in against[policy]["mean_ratio_by_class"])
+    for name in names:
+        table.add_row(name, *(_interval(against[policy]["mean_ratio_by_class"].get(name), 1, 2) for policy in choosing))
+    return table
+
+
+def _interval(found: Mapping[str, Any] | None, times: float, digits: int, unit: str = "") -> str:
+    """Short enough for a table: one pair has no interval."""
+    if found is None:
+        return ""
+    estimate, low, high = (
+        None if found[key] is None else f"{times * found[key]:.{digits}f}" for key in ("estimate", "low", "high")
+    )
+    return f"{estimate}{unit}" if low is None or high is None else f"{estimate}{unit} [{low}, {high}]"
+
+
+def tables_of(rate: str, rate_per_s: float, found: Mapping[str, Any]) -> Iterator[Table]:
+    """The tables of one rate's summary, at most 120 columns wide while few policies choose."""
+    yield _table(rate, rate_per_s, found)
+    by_mean = sorted(found["policies"], key=lambda policy: found["policies"][policy]["mean_ms"])
+    if "best_static" in found:
+        best, against = found["best_static"], found["against_best_static"]
+        yield _ratio_table(rate, f"{best}, the best single mode", against, by_mean)
+        if any(not policy.startswith(STATIC) for policy in against):
+            yield _class_table(rate, best, against)
+    if "against_rules" in found:
+        yield _ratio_table(rate, RULES, found["against_rules"], by_mean)
+
+
 def _figure(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
 def _report(options: Options, found: Found, console: Console) -> None:
-    summary = _write(options, found)
+    summary = summary_of(options, found)
+    _write(options, found, summary)
     for rate in (LIGHT, SATURATING):
         if summary[rate] is not None:
-            console.print(_table(rate, options.rates_per_s[rate], summary[rate]))
+            for table in tables_of(rate, options.rates_per_s[rate], summary[rate]):
+                console.print(table)
     for sentence in summary["words"]:
         console.print(sentence, markup=False)
     for failure in found.failures:

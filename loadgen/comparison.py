@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loadgen.statistics import Interval, paired_bootstrap, percentile
+from loadgen.statistics import (
+    Interval,
+    Statistic,
+    paired_bootstrap,
+    percentile,
+    ratio_of_means,
+    ratio_of_p95,
+    ratio_of_pairs,
+)
 
 LIGHT, SATURATING = "light", "saturating"
 STATIC = "static:"
@@ -113,10 +121,23 @@ def headroom_share(
     return Interval(estimate, float(low), float(high), len(ours))
 
 
-def ratio(left: Mapping[Place, float], right: Mapping[Place, float], name: str | None = None) -> Interval | None:
-    """Geometric mean of left / right over the requests (of one class); below 1 is faster. None without any."""
+def ratio(
+    left: Mapping[Place, float],
+    right: Mapping[Place, float],
+    name: str | None = None,
+    statistic: Statistic = ratio_of_pairs,
+) -> Interval | None:
+    """Left against right over the requests (of one class); below 1 is faster. None without any.
+
+    By default the geometric mean of each request's ratio. The interval resamples requests: those of a busy run wait for
+    one another, so there it is narrower than what more rounds would show.
+    """
     places = [place for place in left if name is None or place.name == name]
-    return paired_bootstrap([left[place] for place in places], [right[place] for place in places]) if places else None
+    if not places:
+        return None
+    return paired_bootstrap(
+        [left[place] for place in places], [right[place] for place in places], statistic, resamples=_RESAMPLES
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +151,16 @@ class PolicyFigures:
     tokens_per_s: float | None
     """Output tokens of answered requests over the time from the first due one to the last end; mean over rounds."""
     energy_j: float | None
-    """Mean of a request; None where any is unknown."""
+    """Mean of the requests whose joules are known; None where none's are."""
+    energy_requests: int
+    """How many requests that are."""
     modes: dict[str, int]
 
 
 def policy_figures(rows: Sequence[Row], latencies: Mapping[Place, float]) -> PolicyFigures:
     """Figures of one policy's rows at one rate; its latencies are of the requests that all policies answered."""
     values = list(latencies.values())
-    joules = [row.energy_j for row in rows if row.ok]
-    known = [value for value in joules if value is not None]
+    joules = [row.energy_j for row in rows if row.ok and row.energy_j is not None]
     rates = [rate for rate in round_rates(rows).values() if rate is not None]
     return PolicyFigures(
         requests=len(rows),
@@ -146,7 +168,8 @@ def policy_figures(rows: Sequence[Row], latencies: Mapping[Place, float]) -> Pol
         mean_ms=fmean(values) if values else None,
         p95_ms=percentile(values, 95) if values else None,
         tokens_per_s=fmean(rates) if rates else None,
-        energy_j=fmean(known) if known and len(known) == len(joules) else None,
+        energy_j=fmean(joules) if joules else None,
+        energy_requests=len(joules),
         modes=dict(Counter(row.mode for row in rows if row.mode)),
     )
 
@@ -192,12 +215,11 @@ def rate_summary(rows: Sequence[Row], rate: str, allowed: Sequence[str]) -> dict
             for name in names
         },
         "against_best_static": {
-            policy: {
-                "latency_ratio": _json(ratio(latencies[policy], latencies[best])),
-                "latency_ratio_by_class": {
-                    name: _json(ratio(latencies[policy], latencies[best], name)) for name in names
+            policy: _against(policy, best, latencies, of)
+            | {
+                "mean_ratio_by_class": {
+                    name: _json(ratio(latencies[policy], latencies[best], name, ratio_of_means)) for name in names
                 },
-                "throughput_ratio": _json(_throughput_ratio(of[policy], of[best])),
                 "headroom_share": _json(headroom_share(latencies[policy], latencies[best], oracle)),
                 "class_headroom_share": _json(headroom_share(latencies[policy], latencies[best], by_class)),
             }
@@ -207,22 +229,29 @@ def rate_summary(rows: Sequence[Row], rate: str, allowed: Sequence[str]) -> dict
     }
     if RULES in latencies:
         summary["against_rules"] = {
-            policy: {
-                "latency_ratio": _json(ratio(latencies[policy], latencies[RULES])),
-                "throughput_ratio": _json(_throughput_ratio(of[policy], of[RULES])),
-            }
-            for policy in latencies
-            if policy != RULES
+            policy: _against(policy, RULES, latencies, of) for policy in latencies if policy != RULES
         }
     return summary
 
 
+def _against(policy: str, other: str, latencies: Latencies, of: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+    """A policy's figures as ratios to another's, with their intervals; latencies below 1 and throughput above win."""
+    ours, theirs = latencies[policy], latencies[other]
+    return {
+        "mean_ratio": _json(ratio(ours, theirs, statistic=ratio_of_means)),
+        "p95_ratio": _json(ratio(ours, theirs, statistic=ratio_of_p95)),
+        "throughput_ratio": _json(_throughput_ratio(of[policy], of[other])),
+        "latency_ratio": _json(ratio(ours, theirs)),
+    }
+
+
 def _throughput_ratio(left: Sequence[Row], right: Sequence[Row]) -> Interval | None:
+    """Of the means over rounds. The interval resamples rounds, of which there are few: it has no ends for one."""
     ours, theirs = round_rates(left), round_rates(right)
     rounds = sorted(number for number in ours.keys() & theirs.keys() if ours[number] > 0 and theirs[number] > 0)
     if not rounds:
         return None
-    return paired_bootstrap([ours[number] for number in rounds], [theirs[number] for number in rounds])
+    return paired_bootstrap([ours[number] for number in rounds], [theirs[number] for number in rounds], ratio_of_means)
 
 
 def _json(interval: Interval | None) -> dict[str, Any] | None:
@@ -240,36 +269,48 @@ def sentences(summary: Mapping[str, Any]) -> list[str]:
         found = summary.get(rate)
         if found is None or "best_static" not in found:
             continue
-        best = found["best_static"]
-        for policy, against in found["against_best_static"].items():
-            if not policy.startswith(STATIC):
-                words.append(_sentence(rate, policy, best, found, against))
+        choosing = (policy for policy in found["against_best_static"] if not policy.startswith(STATIC))
+        words += [_sentence(rate, policy, found) for policy in choosing]
     return words
 
 
-def _sentence(rate: str, policy: str, best: str, found: Mapping[str, Any], against: Mapping[str, Any]) -> str:
+def _sentence(rate: str, policy: str, found: Mapping[str, Any]) -> str:
+    best, against = found["best_static"], found["against_best_static"][policy]
     ours, theirs = found["policies"][policy], found["policies"][best]
     text = (
         f"{rate.capitalize()} load: {policy} takes {ours['mean_ms']:.0f} ms on average (P95 {ours['p95_ms']:.0f}), "
-        f"{best}, the best single mode, {theirs['mean_ms']:.0f} ms (P95 {theirs['p95_ms']:.0f}); "
-        f"ratio {_words(against['latency_ratio'])}"
+        f"{best}, the best single mode, {theirs['mean_ms']:.0f} ms (P95 {theirs['p95_ms']:.0f}): "
+        f"{_ratios(rate, against)}"
     )
     if rate == LIGHT and against["headroom_share"] is not None:
         text += (
-            f"; it saves {_percent(against['headroom_share'])} of what the hindsight oracle saves over {best}"
-            f" ({_percent(against['class_headroom_share'])} of what the best mode by class saves)"
+            f"; it saves {percent_words(against['headroom_share'])} of what the hindsight oracle saves over {best}"
+            f" ({percent_words(against['class_headroom_share'])} of what the best mode by class saves)"
         )
-    if rate == SATURATING and against["throughput_ratio"] is not None:
-        text += f"; throughput {_words(against['throughput_ratio'])} times as high"
+    by_class = against["mean_ratio_by_class"]
+    if rate == LIGHT and by_class:
+        worst = max(by_class, key=lambda name: by_class[name]["estimate"])
+        text += f"; of the classes it does worst on {worst}, {ratio_words(by_class[worst])} times the mean latency"
+    if (against_rules := found.get("against_rules", {}).get(policy)) is not None:
+        text += f"; against {RULES}: {_ratios(rate, against_rules)}"
     sent = ", ".join(f"{mode} {count}" for mode, count in sorted(ours["modes"].items(), key=lambda item: -item[1]))
     return f"{text}. It sent: {sent or 'unknown'}."
 
 
-def _words(interval: Mapping[str, Any] | None) -> str:
+def _ratios(rate: str, against: Mapping[str, Any]) -> str:
+    text = f"{ratio_words(against['mean_ratio'])} times the mean, {ratio_words(against['p95_ratio'])} times the P95"
+    if rate == SATURATING and against["throughput_ratio"] is not None:
+        text += f", {ratio_words(against['throughput_ratio'])} times the throughput"
+    return text
+
+
+def ratio_words(interval: Mapping[str, Any] | None) -> str:
+    """A ratio of a summary with its interval."""
     return _formatted(interval, lambda value: f"{value:.2f}")
 
 
-def _percent(interval: Mapping[str, Any] | None) -> str:
+def percent_words(interval: Mapping[str, Any] | None) -> str:
+    """A share of a summary with its interval."""
     return _formatted(interval, lambda value: f"{100 * value:.0f} %")
 
 

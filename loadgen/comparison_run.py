@@ -21,6 +21,8 @@ POLICY_HEADER = "x-modeswitch-policy"
 DECISION = "decision"
 BARE = "bare"
 _LEAD_S = 0.1
+MISSED_IN_A_ROW = 5
+"""Requests without energy, one after the other, that say the rest of a run has none either."""
 
 
 class CompareRefused(Exception):
@@ -141,16 +143,12 @@ class ComparisonRuns:
 
     async def _settle(self, run: Run, records: Sequence[RequestRecord]) -> None:
         """Energy and features, which the server knows once a request is over. Asked for after the run, not in it."""
-        source = EnergySource(self.records_kept and run.policy != BARE)
-        rows = {(row.policy, row.rate, row.round, row.index): place for place, row in enumerate(self.found.rows)}
-        for record in records:
-            if record.outcome is not Outcome.OK:
-                continue
-            joules = await source.joules(self.client, record)
-            # Where one request's energy is not told, the others' will not be, and each look takes time.
-            source.offered = joules is not None
-            place = rows[run.policy, run.rate, run.round, record.index]
-            self.found.rows[place] = dataclasses.replace(self.found.rows[place], energy_j=joules)
+        answered = [record for record in records if record.outcome is Outcome.OK]
+        joules = await settled_joules(self.client, answered) if self.records_kept and run.policy != BARE else {}
+        places = {(row.policy, row.rate, row.round, row.index): place for place, row in enumerate(self.found.rows)}
+        for record in answered:
+            place = places[run.policy, run.rate, run.round, record.index]
+            self.found.rows[place] = dataclasses.replace(self.found.rows[place], energy_j=joules.get(record.index))
             if run.policy.startswith(STATIC):
                 features = await self._features(record)
                 if features is not None:
@@ -181,6 +179,29 @@ class ComparisonRuns:
             why = "; is a profile loaded?" if stood_in == policy else "; does it allow clients to name a policy?"
             return (f"{policy}: the server decided by {used.get('policy')}{why}",)
         return ()
+
+
+async def settled_joules(client: OpenAIClient, records: Sequence[RequestRecord]) -> dict[int, float]:
+    """Joules by index, of those that the server tells; each look for one that it does not tell takes time."""
+    source = EnergySource(offered=True)
+    found: dict[int, float] = {}
+    missed: list[RequestRecord] = []
+    in_a_row = 0
+    for record in records:
+        joules = await source.joules(client, record)
+        if joules is None:
+            missed.append(record)
+            in_a_row += 1
+            if in_a_row >= MISSED_IN_A_ROW:
+                return found
+        else:
+            found[record.index], in_a_row = joules, 0
+    # What ended last may not have been settled then.
+    for record in missed:
+        joules = await source.joules(client, record)
+        if joules is not None:
+            found[record.index] = joules
+    return found
 
 
 def _row(run: Run, item: Item, record: RequestRecord) -> Row:

@@ -58,7 +58,18 @@ def difference_of_pairs(left: Floats, right: Floats) -> Floats:
     return np.asarray(np.median(left - right, axis=-1))
 
 
+def ratio_of_means(left: Floats, right: Floats) -> Floats:
+    """Mean of left over mean of right, over the last axis."""
+    return np.asarray(left.mean(axis=-1) / right.mean(axis=-1))
+
+
+def ratio_of_p95(left: Floats, right: Floats) -> Floats:
+    """95th percentile of left over that of right, over the last axis."""
+    return np.asarray(np.percentile(left, 95, axis=-1) / np.percentile(right, 95, axis=-1))
+
+
 Statistic = Callable[[Floats, Floats], Floats]
+_RATIOS: tuple[Statistic, ...] = (ratio_of_pairs, ratio_of_means, ratio_of_p95)
 
 
 def paired_bootstrap(
@@ -78,7 +89,7 @@ def paired_bootstrap(
     if len(left) != len(right) or not left:
         raise ValueError(f"pairs wanted: {len(left)} values on the left, {len(right)} on the right")
     a, b = np.asarray(left, dtype=np.float64), np.asarray(right, dtype=np.float64)
-    if statistic is ratio_of_pairs and (a.min() <= 0 or b.min() <= 0):
+    if statistic in _RATIOS and (a.min() <= 0 or b.min() <= 0):
         raise ValueError("a ratio of pairs needs positive values")
     estimate = float(statistic(a, b))
     if len(a) == 1:

@@ -13,6 +13,7 @@ from loadgen.comparison import (
     sentences,
     training_rows,
 )
+from loadgen.statistics import percentile
 
 STATICS = ("static:a", "static:b")
 
@@ -57,6 +58,38 @@ def test_the_share_of_the_headroom(choice: str, share: float) -> None:
     assert against["headroom_share"]["estimate"] == pytest.approx(share)
     assert against["headroom_share"]["low"] <= share <= against["headroom_share"]["high"]
     assert against["headroom_share"]["pairs"] == 8
+
+
+def test_ratios_of_the_mean_and_of_the_p95_have_intervals_over_requests() -> None:
+    ours, theirs = [100.0] * 18 + [900.0] * 2, [200.0] * 18 + [300.0] * 2
+    rows = [row("cost", index, ms) for index, ms in enumerate(ours)]
+    rows += [row("static:a", index, ms) for index, ms in enumerate(theirs)]
+    rows += [row("rules", index, 2 * ms) for index, ms in enumerate(theirs)]
+    found = rate_summary(rows, LIGHT, STATICS)
+    assert found is not None
+    for against, times in ((found["against_best_static"]["cost"], 1.0), (found["against_rules"]["cost"], 2.0)):
+        assert against["mean_ratio"]["estimate"] == pytest.approx(sum(ours) / sum(theirs) / times)
+        assert against["p95_ratio"]["estimate"] == pytest.approx(percentile(ours, 95) / percentile(theirs, 95) / times)
+        # A few slow requests more or less: the geometric mean of each request's ratio hides them.
+        assert against["mean_ratio"]["low"] < 0.6 / times < 1.2 / times < against["mean_ratio"]["high"]
+        assert against["p95_ratio"]["low"] == pytest.approx(0.5 / times)
+        assert against["latency_ratio"]["estimate"] < 0.7 / times
+        assert against["mean_ratio"]["pairs"] == 20
+    by_class = found["against_best_static"]["cost"]["mean_ratio_by_class"]
+    assert by_class["short"]["estimate"] == by_class["long"]["estimate"] == pytest.approx(sum(ours) / sum(theirs))
+    assert set(found["against_rules"]) == {"cost", "static:a"}
+    words = sentences({LIGHT: found})[0]
+    assert "0.86 [0.5" in words
+    assert "times the P95" in words
+    assert "against rules: 0.43 [" in words
+
+
+def test_energy_is_of_the_requests_that_have_it_and_says_how_many() -> None:
+    rows = [row("static:a", index, 100.0, energy_j=joules) for index, joules in enumerate((2.0, None, 4.0))]
+    found = rate_summary([*rows, *(row("static:b", index, 200.0) for index in range(3))], LIGHT, STATICS)
+    assert found is not None
+    figures = {policy: (one["energy_j"], one["energy_requests"]) for policy, one in found["policies"].items()}
+    assert figures == {"static:a": (3.0, 2), "static:b": (None, 0)}
 
 
 def test_only_what_every_policy_answered_is_compared() -> None:
