@@ -51,6 +51,11 @@ class CircuitBreaker:
         if self.state(now_s) is BreakerState.HALF_OPEN:
             self._probe_s = now_s
 
+    def released(self, started_s: float | None) -> None:
+        """What went through at `started_s` ended without a verdict: if it was the probe, the next request is one."""
+        if started_s is not None and self._probe_s == started_s:
+            self._probe_s = None
+
     def succeeded(self) -> None:
         self._failures = 0
         self._opened_s = self._probe_s = None

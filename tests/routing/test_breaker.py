@@ -81,3 +81,14 @@ def test_it_always_opens_to_a_request_again(events: list[tuple[str, float]]) -> 
         elif breaker.admits(now_s):
             breaker.started(now_s)
     assert breaker.admits(now_s + LONGEST_PAUSE_S)
+
+
+def test_a_probe_without_a_verdict_leaves_its_place_to_the_next() -> None:
+    breaker = opened()
+    breaker.started(FIRST_PAUSE_S)
+    breaker.released(FIRST_PAUSE_S - 5)
+    breaker.released(None)
+    assert not breaker.admits(FIRST_PAUSE_S + 1)
+    breaker.released(FIRST_PAUSE_S)
+    assert breaker.state(FIRST_PAUSE_S + 1) is BreakerState.HALF_OPEN
+    assert breaker.admits(FIRST_PAUSE_S + 1)
