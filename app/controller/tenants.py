@@ -160,7 +160,7 @@ class Tenants:
         if admission.settled:
             return
         admission.settled = True
-        self._shares.settle(admission.reservation, output_tokens)
+        self._shares.settle(admission.reservation, prompt_tokens, output_tokens)
         if budget := self._budgets.get(admission.tenant):
             budget.settle(admission.reserved_tokens, prompt_tokens + output_tokens, now_s)
 

@@ -21,7 +21,6 @@ class Reservation(NamedTuple):
     """One admitted request's entry in its tenant's counter; hand it back to `settle` once."""
 
     tenant: str
-    prompt_tokens: int
     weighted_tokens: float
     priority: int
 
@@ -69,14 +68,14 @@ class FairShares:
         charged = weighted_tokens(prompt_tokens, expected_output_tokens)
         state.counter += charged / share
         self._forget_idle()
-        return Reservation(tenant, prompt_tokens, charged, priority)
+        return Reservation(tenant, charged, priority)
 
-    def settle(self, reservation: Reservation, output_tokens: int) -> None:
+    def settle(self, reservation: Reservation, prompt_tokens: int, output_tokens: int) -> None:
         """Replace the expected tokens by the real ones when a request has ended, in whatever way."""
         state = self._tenants.get(reservation.tenant)
         if state is None:
             return
-        real = weighted_tokens(reservation.prompt_tokens, output_tokens)
+        real = weighted_tokens(prompt_tokens, output_tokens)
         state.counter = max(0.0, state.counter + (real - reservation.weighted_tokens) / state.share)
         state.in_flight = max(0, state.in_flight - 1)
         if not state.in_flight:

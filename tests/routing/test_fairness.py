@@ -21,7 +21,7 @@ def test_a_heavy_tenant_is_slowed_and_a_light_one_is_not() -> None:
 def test_idling_saves_no_credit() -> None:
     shares = FairShares()
     for _ in range(10):
-        shares.settle(shares.reserve("old", 1000, 100), 100)
+        shares.settle(shares.reserve("old", 1000, 100), 1000, 100)
     busy = shares.reserve("busy", 1000, 100)
     for _ in range(50):
         shares.reserve("busy", 1000, 100)
@@ -33,7 +33,7 @@ def test_idling_saves_no_credit() -> None:
 
 def test_when_all_were_idle_the_next_starts_where_the_last_left() -> None:
     shares = FairShares()
-    shares.settle(shares.reserve("one", 10_000, 100), 100)
+    shares.settle(shares.reserve("one", 10_000, 100), 10_000, 100)
     first = shares.reserve("two", 1, 1)
     again = shares.reserve("one", 1, 1)
     assert first.priority == again.priority
@@ -42,7 +42,9 @@ def test_when_all_were_idle_the_next_starts_where_the_last_left() -> None:
 def test_a_reservation_is_settled_to_what_was_used() -> None:
     shares = FairShares()
     reservation = shares.reserve("a", 100, 1000)
-    shares.settle(reservation, 50)
+    shares.settle(reservation, 100, 50)
+    assert shares.counters()["a"] == weighted_tokens(100, 50)
+    shares.settle(shares.reserve("a", 100, 1000), 0, 0)
     assert shares.counters()["a"] == weighted_tokens(100, 50)
 
 
@@ -61,7 +63,7 @@ def test_a_share_of_two_has_twice_the_tokens() -> None:
 def test_tenants_are_bounded() -> None:
     shares = FairShares()
     for number in range(fairness.MAX_IDLE_TENANTS + 500):
-        shares.settle(shares.reserve(f"tenant {number}", 10, 1), 1)
+        shares.settle(shares.reserve(f"tenant {number}", 10, 1), 10, 1)
     assert len(shares.counters()) <= fairness.MAX_IDLE_TENANTS + 1
 
 
@@ -88,7 +90,7 @@ def test_a_heavy_request_still_finishes_within_a_bound() -> None:
     finished_heavy = 0
     while finished_heavy < 20:
         _, _, reservation = heapq.heappop(waiting)
-        shares.settle(reservation, 10)
+        shares.settle(reservation, 100 if reservation.tenant == "light" else 2000, 10)
         if reservation.tenant == "light":
             served_light += 1
             arrive("light", 100)
@@ -105,10 +107,10 @@ def test_counters_stay_sound(steps: list[tuple[str, int, int, bool]]) -> None:
     open_: list[Reservation] = []
     for tenant, prompt_tokens, output_tokens, settle in steps:
         if settle and open_:
-            shares.settle(open_.pop(0), output_tokens)
+            shares.settle(open_.pop(0), prompt_tokens, output_tokens)
         reservation = shares.reserve(tenant, prompt_tokens, output_tokens)
         assert reservation.priority >= 0
         open_.append(reservation)
     for reservation in open_:
-        shares.settle(reservation, 0)
+        shares.settle(reservation, 0, 0)
     assert all(counter >= 0 for counter in shares.counters().values())
