@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+ENGINE_LOST = "engine_lost"
+"""Code of a request whose engine went away; another engine may serve it, and the mode is suspect."""
+ENGINE_ERROR = "engine_error"
+"""Code of a request that failed in an engine which goes on serving others."""
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 

@@ -86,12 +86,16 @@ class Started:
 
 
 class Frames(NamedTuple):
-    """Server-sent events of one request, ready to be written; `last` closes the stream, and brings the usage."""
+    """Server-sent events of one request, ready to be written; `last` closes the stream, and brings the usage.
+
+    `code` is of the error that the stream ended in (`ENGINE_LOST` or `ENGINE_ERROR`); None where it is complete.
+    """
 
     key: str
     text: str
     last: bool
     usage: Usage | None = None
+    code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from app.controller.in_flight import InFlight
 from app.modes import EngineSpec
-from app.openai_errors import error_frames
+from app.openai_errors import ENGINE_LOST, error_frames
 from app.wire import Call, ChannelMessage, EngineState, EngineStatus, Frames, Reply, Started, Usage
 
 if TYPE_CHECKING:
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray.serve")
 _RECONNECT_AFTER_S = 0.5
-Ended = Callable[[Usage | None, str], None]
-"""Told once when a stream is over: what it took, and `ok`, `failed`, `deadline` or `aborted`."""
+_ABORT_WITHIN_S = 5.0
+Ended = Callable[[Usage | None, str, str | None], None]
+"""Told once when a stream is over: what it took; `ok`, `failed`, `deadline` or `aborted`; the code of its error."""
 
 
 class EngineLost(RuntimeError):
@@ -39,9 +40,9 @@ class EngineLink:
         self.epoch = 0
         """Counts its lives; what it had cached is gone with the last one."""
         self.in_flight = InFlight()
-        self._broken: set[str] = set()
         self._handle = handle
         self._streams: dict[str, asyncio.Queue[Frames]] = {}
+        self._given_up: dict[str, asyncio.Task[Usage | None]] = {}
 
     @property
     def name(self) -> str:
@@ -90,12 +91,12 @@ class EngineLink:
 
     def _break(self) -> None:
         self.status = None
+        text = error_frames(f"engine {self.name} was lost", ENGINE_LOST)
         for key, queue in self._streams.items():
-            self._broken.add(key)
-            queue.put_nowait(Frames(key, error_frames(f"engine {self.name} was lost", "engine_lost"), True))
+            queue.put_nowait(Frames(key, text, last=True, code=ENGINE_LOST))
 
     async def start(self, call: Call, expected_output_tokens: int = 0, prompt_tokens: int = 0) -> Reply | Started:
-        """Begin a request; cancelling aborts it in the engine. Every `Started` must be read with `rest`.
+        """Begin a request; cancelling gives it up. Every `Started` must be read with `rest`.
 
         The token counts are for the account of what is in flight.
 
@@ -112,7 +113,7 @@ class EngineLink:
         except asyncio.CancelledError:
             response.cancel()
             # Ray tells the replica in its own time; a call does so at once.
-            self._handle.abort.remote(call.key)
+            self.give_up(call.key)
             raise
         except Exception as error:
             raise EngineLost(_first_line(error)) from error
@@ -126,36 +127,48 @@ class EngineLink:
     async def rest(
         self, call: Call, started: Started, told: Ended | None = None, deadline_s: float | None = None
     ) -> AsyncIterator[str]:
-        """The text of a begun stream, from its first frame on; closing it early aborts the request.
+        """The text of a begun stream, from its first frame on; closing it early gives the request up.
 
         `deadline_s` is of the event loop's clock; past it the stream ends in an error frame.
         """
         ended, usage, status = started.last, started.usage, "aborted"
+        code: str | None = None
         queue = self._streams[call.key]
         try:
             yield started.frames
             while not ended:
                 async with asyncio.timeout_at(deadline_s):
-                    _, text, ended, usage = await queue.get()
+                    _, text, ended, usage, code = await queue.get()
                 while not queue.empty() and not ended:
-                    _, more, ended, usage = queue.get_nowait()
+                    _, more, ended, usage, code = queue.get_nowait()
                     text += more
                 if text:
                     yield text
-            status = "failed" if call.key in self._broken or usage is None else "ok"
         except TimeoutError:
-            status = "deadline"
-            yield error_frames("the deadline of this request has passed", "deadline_exceeded")
+            status, code = "deadline", "deadline_exceeded"
+            yield error_frames("the deadline of this request has passed", code)
         finally:
             self._forget(call.key)
-            if not ended:
-                self._handle.abort.remote(call.key)
-            if told is not None:
-                told(usage, status)
+            if ended:
+                # Complete, even if the client left while the last of it was being written.
+                status = "ok" if code is None and usage is not None else "failed"
+                if told is not None:
+                    told(usage, status, code)
+            else:
+                given_up = self.give_up(call.key)
+                if told is not None:
+                    given_up.add_done_callback(lambda done: told(took(done), status, code))
+
+    def give_up(self, key: str) -> asyncio.Task[Usage | None]:
+        """Abort a request in the engine, once. The task ends with what it took; None where the engine cannot tell."""
+        task = self._given_up.get(key)
+        if task is None:
+            task = self._given_up[key] = asyncio.create_task(_answer_to_abort(self._handle.abort.remote(key)))
+            task.add_done_callback(lambda _: self._given_up.pop(key, None))
+        return task
 
     def _forget(self, key: str) -> None:
         self._streams.pop(key, None)
-        self._broken.discard(key)
         self.in_flight.end(key, time.monotonic())
 
     async def read_status(self) -> EngineStatus | None:
@@ -176,6 +189,17 @@ class EngineLink:
 
     async def _call(self, method: str) -> object:
         return await getattr(self._handle, method).remote()
+
+
+async def _answer_to_abort(response: Awaitable[Usage | None]) -> Usage | None:
+    with contextlib.suppress(Exception):
+        return await asyncio.wait_for(response, _ABORT_WITHIN_S)
+    return None
+
+
+def took(given_up: asyncio.Task[Usage | None]) -> Usage | None:
+    """What a request took that was given up, from the finished task of `give_up`."""
+    return None if given_up.cancelled() else given_up.result()
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from app.controller.body import Incoming
+from app.controller.links import EngineLink
 from app.controller.prompts import Prompt
 from app.controller.tenants import Admission
 from app.energy.rows import Context, RequestRecord
@@ -56,6 +57,8 @@ class Ticket:
     prompt: Prompt | None = None
     admission: Admission | None = None
     plan: Plan | None = None
+    link: EngineLink | None = None
+    """The engine that it was sent to last; None while no engine has it."""
     lost_engines: list[str] = field(default_factory=list)
     dispatched_s: float | None = None
     in_flight_then: int = 0

@@ -165,10 +165,10 @@ class Router:
 
     # Learning ---------------------------------------------------------------------------------------------------
 
-    def sent(self, prompt: Prompt, features: RequestFeatures, decision: Decision) -> None:
+    def sent(self, prompt: Prompt, features: RequestFeatures, decision: Decision, now_s: float) -> None:
         """The request goes to the engine."""
         mode = self._by_name[decision.mode]
-        self._breakers[mode.name].started(time.monotonic())
+        self._breakers[mode.name].started(now_s)
         cached_tokens = features.cached_tokens.get(mode.engine, 0) if mode.prefix_reuse else 0
         self._traffic.add(features.prompt_tokens - cached_tokens, features.expected_output_tokens, features.tag)
         self._prefixes.record(prompt.chain, prompt.tokens, mode.engine if mode.prefix_reuse else None)
@@ -176,8 +176,12 @@ class Router:
             self._conversations.began(prompt.conversation, mode.weights)
 
     def failed(self, mode: str) -> None:
-        """The engine failed a request that was sent to this mode."""
+        """The engine was lost under a request that was sent to this mode."""
         self._breakers[mode].failed(time.monotonic())
+
+    def ended(self, mode: str, sent_s: float | None) -> None:
+        """What was sent at `sent_s` has ended, in a way that says nothing of the mode: given up, late or at fault."""
+        self._breakers[mode].released(sent_s)
 
     def succeeded(self, ticket: Ticket, usage: Usage | None) -> float | None:
         """A request was answered to its end; returns observed/predicted latency where that can be told."""

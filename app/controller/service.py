@@ -17,7 +17,7 @@ from app.controller.body import Incoming
 from app.controller.choice import Choice, ModeTable
 from app.controller.errors import ApiError, invalid
 from app.controller.knowledge import Knowledge
-from app.controller.links import EngineLink, EngineLost
+from app.controller.links import Ended, EngineLink, EngineLost, took
 from app.controller.plan import Plan, Ticket
 from app.controller.policies import UnknownPolicy
 from app.controller.prompts import PromptReader, Tokenizes
@@ -25,13 +25,14 @@ from app.controller.router import Router
 from app.controller.tenants import Tenants
 from app.controller.wishes import Asked, max_tokens_of, read_asked
 from app.energy.rows import RequestRecord
+from app.openai_errors import ENGINE_ERROR, ENGINE_LOST
 from app.routing.admission import retry_after_s
 from app.routing.decision import Decision, Refusal
 from app.telemetry import Telemetry
 from app.wire import Call, Reply, Started, Usage
 
 log = logging.getLogger("ray.serve")
-_ENDED = {"engine_lost": "failed", "deadline_exceeded": "deadline"}
+_ENDED = {ENGINE_LOST: "failed", "deadline_exceeded": "deadline"}
 """How a request ended by the code of its error; `refused` where it was never begun."""
 
 
@@ -115,11 +116,14 @@ class Service:
             return await self._answer(ticket)
         except ApiError as error:
             self._telemetry.count("modeswitch_refusals_total", error.code or "invalid_request")
-            self._close(ticket, _ENDED.get(error.code or "", "refused"), None, error.code)
+            self._give_up(ticket, _ENDED.get(error.code or "", "refused"), error.code)
             error.headers = {**ticket.headers(), **error.headers}
             raise
         except asyncio.CancelledError:
-            self._close(ticket, "aborted", None)
+            self._give_up(ticket, "aborted")
+            raise
+        except Exception:
+            self._give_up(ticket, "failed", "internal_error")
             raise
 
     async def _answer(self, ticket: Ticket) -> Answer:
@@ -128,14 +132,16 @@ class Service:
         asked = read_asked(incoming.headers, incoming.body.get("metadata"))
         if asked.policy is not None and not self.settings.controller.policy_header:
             asked = Asked(asked.wishes, None, asked.label, asked.deadline_s)
-        ticket.prompt = await self._prompts.read(incoming.endpoint, incoming.body)
-        self._refuse_overlong(ticket)
-        max_tokens = max_tokens_of(incoming.body)
-        expected_tokens = self.router.expected_output_tokens(ticket.prompt, max_tokens, asked.label)
-        ticket.admission = self.tenants.admit(ticket.tenant, ticket.prompt.tokens, expected_tokens, ticket.arrived_s)
-        deadline_s = self._deadline_s(asked)
+        deadline_s = self._deadline_s(ticket, asked)
         try:
             async with asyncio.timeout_at(deadline_s):
+                ticket.prompt = await self._prompts.read(incoming.endpoint, incoming.body)
+                self._refuse_overlong(ticket)
+                max_tokens = max_tokens_of(incoming.body)
+                expected_tokens = self.router.expected_output_tokens(ticket.prompt, max_tokens, asked.label)
+                ticket.admission = self.tenants.admit(
+                    ticket.tenant, ticket.prompt.tokens, expected_tokens, ticket.arrived_s
+                )
                 return await self._dispatch(ticket, mode, asked, max_tokens, deadline_s)
         except TimeoutError:
             raise ApiError(504, "the deadline of this request has passed", code="deadline_exceeded") from None
@@ -143,14 +149,23 @@ class Service:
     async def _dispatch(
         self, ticket: Ticket, mode: str | None, asked: Asked, max_tokens: int | None, deadline_s: float | None
     ) -> Answer:
-        """Decide and send; when the engine is lost before its first token, decide again without it."""
+        """Decide and send; when that fails before the first token, decide again without the engine.
+
+        A lost engine says nothing of the request, so every other one may be tried. A request that failed in an engine
+        which is alive may be at fault itself: it is tried once more.
+        """
         assert ticket.prompt is not None
         lost: EngineLost | None = None
+        failed: Reply | None = None
         while True:
-            plan = ticket.plan = self._plan(ticket, mode, asked, max_tokens)
+            plan = self._plan(ticket, mode, asked, max_tokens)
             if not isinstance(plan.outcome, Decision):
+                if failed is not None:
+                    return self._whole(ticket, failed)
+                ticket.plan, ticket.link = plan, None
                 raise self._refusal(plan.outcome, plan, mode, lost)
             choice = self.table.modes[plan.outcome.mode]
+            ticket.plan, ticket.link = plan, choice.link
             self._sent(ticket, plan, plan.outcome)
             call = self._call(ticket, plan, choice)
             try:
@@ -158,21 +173,32 @@ class Service:
             except EngineLost as error:
                 log.warning("request %s: engine %s: %s", ticket.key, choice.link.name, error)
                 self.router.failed(choice.mode.name)
-                self._telemetry.count("modeswitch_reroutes_total", choice.link.name)
-                ticket.lost_engines.append(choice.link.name)
+                self._leave(ticket, choice.link)
+                ticket.link = None
                 lost = error
                 continue
-            headers = ticket.headers()
             if isinstance(answer, Started):
-                return Answer(
-                    headers,
-                    frames=choice.link.rest(
-                        call, answer, lambda usage, status: self._close(ticket, status, usage), deadline_s
-                    ),
-                )
-            status = "ok" if answer.status < 400 else "failed" if answer.status >= 500 else "refused"
-            self._close(ticket, status, answer.usage)
-            return Answer(headers, reply=answer)
+                return Answer(ticket.headers(), frames=choice.link.rest(call, answer, self._closes(ticket), deadline_s))
+            if answer.status >= 500 and failed is None:
+                log.warning("request %s failed in engine %s", ticket.key, choice.link.name)
+                self.router.ended(choice.mode.name, ticket.dispatched_s)
+                self._leave(ticket, choice.link)
+                failed = answer
+                continue
+            return self._whole(ticket, answer)
+
+    def _leave(self, ticket: Ticket, link: EngineLink) -> None:
+        self._telemetry.count("modeswitch_reroutes_total", link.name)
+        ticket.lost_engines.append(link.name)
+
+    def _whole(self, ticket: Ticket, reply: Reply) -> Answer:
+        failed = reply.status >= 500
+        status = "ok" if reply.status < 400 else "failed" if failed else "refused"
+        self._close(ticket, status, reply.usage, ENGINE_ERROR if failed else None)
+        return Answer(ticket.headers(), reply=reply)
+
+    def _closes(self, ticket: Ticket) -> Ended:
+        return lambda usage, status, code: self._close(ticket, status, usage, code)
 
     def _plan(self, ticket: Ticket, mode: str | None, asked: Asked, max_tokens: int | None) -> Plan:
         assert ticket.prompt is not None
@@ -199,7 +225,7 @@ class Service:
         assert ticket.prompt is not None
         ticket.dispatched_s = time.monotonic()
         ticket.in_flight_then = 1 + sum(len(link.in_flight) for link in self.links)
-        self.router.sent(ticket.prompt, plan.features, decision)
+        self.router.sent(ticket.prompt, plan.features, decision, ticket.dispatched_s)
         self._telemetry.count(
             "modeswitch_decisions_total", decision.mode, decision.request_class.value, plan.policy, _why(plan, decision)
         )
@@ -232,21 +258,35 @@ class Service:
             decision=plan.describe() if "decision" in incoming.include else {},
         )
 
+    def _give_up(self, ticket: Ticket, status: str, code: str | None = None) -> None:
+        """The request ended without an answer: close it, once the engine that has it tells what it took."""
+        if ticket.link is None:
+            self._close(ticket, status, None, code)
+            return
+        given_up = ticket.link.give_up(ticket.key)
+        given_up.add_done_callback(lambda done: self._close(ticket, status, took(done), code))
+
     def _close(self, ticket: Ticket, status: str, usage: Usage | None, code: str | None = None) -> None:
         """The request is over: settle what was reserved, learn, measure, record."""
         prompt, plan = ticket.prompt, ticket.plan
-        output_tokens = usage.output_tokens if usage else 0
-        if ticket.admission is not None and prompt is not None:
-            self.tenants.settle(ticket.admission, prompt.tokens, output_tokens, time.monotonic())
         decision = plan.outcome if plan is not None and isinstance(plan.outcome, Decision) else None
-        if decision is not None and ticket.dispatched_s is not None:
-            if usage is not None and prompt is not None and usage.prompt_tokens:
+        sent = decision is not None and ticket.link is not None
+        if ticket.admission is not None and prompt is not None:
+            if usage is not None:
+                used = (usage.prompt_tokens, usage.output_tokens)
+            else:
+                used = (prompt.tokens, 0) if sent else (0, 0)
+            self.tenants.settle(ticket.admission, *used, time.monotonic())
+        if decision is not None and sent:
+            if status == "ok" and usage is not None and prompt is not None and usage.prompt_tokens:
                 self._prompts.counted(prompt, usage.prompt_tokens)
             ratio = None
             if status == "ok":
                 ratio = self.router.succeeded(ticket, usage)
-            elif status == "failed":
+            elif code == ENGINE_LOST:
                 self.router.failed(decision.mode)
+            else:
+                self.router.ended(decision.mode, ticket.dispatched_s)
             self._measure(ticket, decision, status, usage, ratio)
         self._records.put(ticket.record(status, usage, code))
 
@@ -283,14 +323,16 @@ class Service:
                 param="messages",
             )
 
-    def _deadline_s(self, asked: Asked) -> float | None:
+    def _deadline_s(self, ticket: Ticket, asked: Asked) -> float | None:
+        """Of the event loop's clock; the time allowed runs from the request's arrival."""
         limits = [limit for limit in (asked.deadline_s, self.router.live.deadline_s) if limit is not None]
-        return asyncio.get_running_loop().time() + min(limits) if limits else None
+        passed_s = time.monotonic() - ticket.arrived_s
+        return asyncio.get_running_loop().time() + min(limits) - passed_s if limits else None
 
     def _refusal(self, refusal: Refusal, plan: Plan, mode: str | None, lost: EngineLost | None) -> ApiError:
         wait_s = retry_after_s(refusal, self._engine_of, plan.snapshot)
         if lost is not None:
-            return ApiError(503, f"the engine was lost: {lost}", code="engine_lost", headers={"retry-after": "5"})
+            return ApiError(503, f"the engine was lost: {lost}", code=ENGINE_LOST, headers={"retry-after": "5"})
         message = f"{refusal.reason} {self.table.states(mode)}."
         if wait_s is None:
             # Waiting changes nothing; asking otherwise would.

@@ -19,6 +19,8 @@ from app.wire import Call, Usage
 _key: ContextVar[str | None] = ContextVar("modeswitch_call", default=None)
 _KEEP_PER_STEP = 0.98
 """What was seen before counts half after about 35 decode steps."""
+_REMEMBER_ENDED = 1024
+"""Calls that are over and can still be asked for: who gives one up learns too late that it was just complete."""
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class Activity:
         self._first_token = first_token
         self._tallies: dict[str, _Tally] = {}
         self._parts: dict[str, _Part] = {}
+        self._ended: dict[str, Usage] = {}
         self._steps = self._accepted = 0.0
         self.accepted_tokens = 0
         """All that drafts ever added to an answer. vLLM's own counter has those beyond an answer's end as well."""
@@ -100,7 +103,16 @@ class Activity:
         """The call is over. None for one that is over already."""
         usage = self.finish(key)
         self._tallies.pop(key, None)
+        if usage is not None:
+            self._ended[key] = usage
+            if len(self._ended) > _REMEMBER_ENDED:
+                del self._ended[next(iter(self._ended))]
         return usage
+
+    def took(self, key: str) -> Usage | None:
+        """What a call has taken so far, or took when it is over. None for one that is unknown or long over."""
+        tally = self._tallies.get(key)
+        return self._ended.get(key) if tally is None else _usage(tally)
 
     def _close(self, key: str, tally: _Tally) -> None:
         for request_id in [request_id for request_id, part in self._parts.items() if part.key == key]:

@@ -22,11 +22,12 @@ from app.engines import fork_server, health
 from app.engines.activity import Activity
 from app.engines.environment import UNSET, engine_environment
 from app.engines.extras import extra_object
+from app.engines.faults import ERROR_EVENT, INTERNAL, Fault, read_error_event
 from app.engines.outbox import Outbox, Stream
 from app.engines.processes import MARKER, EngineProcesses, kill_marked, start_reaper
 from app.engines.starting import model_path, output_to, root_cause, vllm_args
 from app.modes import EngineSpec
-from app.wire import Call, ChannelMessage, EngineState, EngineStatus, Reply, Started
+from app.wire import Call, ChannelMessage, EngineState, EngineStatus, Reply, Started, Usage
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -209,6 +210,8 @@ class Engine:
     async def start(self, call: Call) -> Reply | Started:
         """Begin a request: the whole reply, or a stream's first frames. Cancelling this aborts the request.
 
+        A request that failed in an engine which is alive gets a reply of status 500 or above.
+
         Raises:
             EngineUnavailable: not ready, or died; nothing was sent, so the caller may try another engine.
         """
@@ -225,7 +228,8 @@ class Engine:
         except Exception as error:
             if self._llm.dead:
                 raise EngineUnavailable(f"engine {self._spec.name} died") from error
-            raise
+            log.exception("engine %s: request %s failed", self._spec.name, call.key)
+            answer = INTERNAL.reply()
         finally:
             self._replies.pop(call.key, None)
             usage = self._activity.end(call.key) if answer is None or isinstance(answer, Reply) else None
@@ -247,7 +251,7 @@ class Engine:
                 energy = (await self._meter.energy.remote(call.key, _WAIT_FOR_ENERGY_S)).as_json()
         return extra_object(call, self._spec.name, begun_s, usage, energy)
 
-    async def _begin_stream(self, key: str, frames: AsyncGenerator[str, None]) -> Started:
+    async def _begin_stream(self, key: str, frames: AsyncGenerator[str, None]) -> Reply | Started:
         stream = Stream(key)
         self._streams[key] = asyncio.create_task(self._pump(stream, frames))
         try:
@@ -255,31 +259,43 @@ class Engine:
         except asyncio.CancelledError:
             self._abort(key)
             raise
-        if self._llm is None or self._llm.dead or stream.failed:
+        if self._llm is None or self._llm.dead or stream.lost:
             self._abort(key)
-            raise EngineUnavailable(f"engine {self._spec.name}: {stream.failed or 'it died'}")
+            raise EngineUnavailable(f"engine {self._spec.name}: {stream.lost or 'it died'}")
+        if stream.fault is not None:
+            return replace(stream.fault.reply(), usage=stream.usage)
         return self._outbox.begin(stream)
 
     async def _pump(self, stream: Stream, frames: AsyncGenerator[str, None]) -> None:
         """Move frames from vLLM's generator to the outbox; closing the generator aborts the request."""
         try:
             async for frame in frames:
+                if frame.startswith(ERROR_EVENT):
+                    self._broke(stream, read_error_event(frame))
+                    return
                 self._outbox.put(stream, frame)
             stream.usage = self._activity.end(stream.key)
             self._outbox.put(stream, "", last=True)
-        except Exception as error:
-            log.exception("engine %s: a stream failed", self._spec.name)
-            stream.usage = self._activity.end(stream.key)
-            self._outbox.fail(stream, str(error) or type(error).__name__)
+        except Exception:
+            log.exception("engine %s: stream %s failed", self._spec.name, stream.key)
+            self._broke(stream, INTERNAL)
         except asyncio.CancelledError:
             # Who aborts a begun stream reads it no more; `start` still waits for one that has not.
             if not stream.begun:
-                self._outbox.fail(stream, "the request was aborted")
+                self._outbox.lose(stream, "the request was aborted")
             raise
         finally:
             await frames.aclose()
             self._activity.end(stream.key)
             self._streams.pop(stream.key, None)
+
+    def _broke(self, stream: Stream, fault: Fault) -> None:
+        """A stream ended in a fault: the engine's end, if that is what it was."""
+        stream.usage = self._activity.end(stream.key)
+        if self._llm is None or self._llm.dead:
+            self._outbox.lose(stream, f"engine {self._spec.name} died")
+        else:
+            self._outbox.fail(stream, fault)
 
     def _abort(self, key: str) -> None:
         if task := self._streams.pop(key, None) or self._replies.pop(key, None):
@@ -290,9 +306,10 @@ class Engine:
         for key in list(self._streams):
             self._abort(key)
 
-    async def abort(self, key: str) -> None:
-        """Stop a request that nobody waits for any more; without effect when it has ended."""
+    async def abort(self, key: str) -> Usage | None:
+        """Stop a request that nobody waits for any more; returns what it took, None where it is not known here."""
         self._abort(key)
+        return self._activity.took(key)
 
     async def channel(self) -> AsyncIterator[ChannelMessage]:
         """All frames and status news, for the one controller. A new call takes over; streams of the old one end."""

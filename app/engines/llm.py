@@ -29,7 +29,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from app.engines.activity import Activity
 from app.engines.extras import extra_chunk
-from app.openai_errors import envelope
+from app.engines.faults import Fault
 from app.wire import Call, Endpoint, Reply
 
 _DONE = "data: [DONE]\n\n"
@@ -140,10 +140,11 @@ class LLM:
         `extra` makes the `modeswitch` object, once everything else of the answer is there.
 
         Closing the generator, or cancelling this call, aborts the request in the engine. Every fault of the request
-        is a `Reply` in OpenAI's error envelope.
+        is a `Reply` in OpenAI's error envelope; a generator tells of one in a frame that begins with `ERROR_EVENT`.
 
         Raises:
             EngineDeadError: the engine died; another one may still answer.
+            Exception: a fault that vLLM has no answer for, while the engine is alive.
         """
         try:
             match call.endpoint:
@@ -158,18 +159,18 @@ class LLM:
         except EngineDeadError:
             raise
         except (VLLMClientError, ValueError, TypeError, OverflowError, NotImplementedError) as error:
-            return error_reply(400, str(error), param=getattr(error, "parameter", None))
+            return Fault(400, str(error), param=getattr(error, "parameter", None)).reply()
         except Exception as error:
             if self.dead:
                 raise EngineDeadError from error
             if isinstance(status := getattr(error, "status_code", None), int):
-                return error_reply(status, str(error))
+                return Fault(status, str(error) or type(error).__name__).reply()
             raise
         if isinstance(answer, ErrorResponse):
             fault = answer.error
             if self.dead:
                 raise EngineDeadError(fault.message)
-            return error_reply(fault.code, fault.message, fault.param)
+            return Fault(fault.code, fault.message, param=fault.param).reply()
         if isinstance(answer, AsyncGenerator):
             return _with_extra(answer, call, extra) if extra else answer
         if extra:
@@ -208,19 +209,12 @@ class LLM:
         self._engine.shutdown(timeout=5.0)
 
 
-def error_reply(status: int, message: str, param: str | None = None, code: str | None = None) -> Reply:
-    """A fault in OpenAI's error envelope."""
-    if code is None and "maximum context length" in message:
-        code = "context_length_exceeded"
-    return Reply(status, json.dumps(envelope(status, message, code, param)).encode())
-
-
 def _invalid(error: ValidationError) -> Reply:
     """The first fault pydantic found, named by its place in the body."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "constrained-")))
     message = f"{place}: {first['msg']}" if place else str(first["msg"])
-    return error_reply(400, message, param=place or None)
+    return Fault(400, message, param=place or None).reply()
 
 
 async def _with_extra(frames: AsyncGenerator[str, None], call: Call, extra: Extra) -> AsyncGenerator[str, None]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from app.openai_errors import error_frames
+from app.engines.faults import Fault
+from app.openai_errors import ENGINE_ERROR, ENGINE_LOST, error_frames
 from app.wire import ChannelMessage, EngineStatus, Frames, Started, Usage
 
 
 class Stream:
     """One streamed answer, from the first frame to the last. Owned by the event loop it runs in."""
 
-    __slots__ = ("begun", "ended", "failed", "key", "parts", "ready", "usage")
+    __slots__ = ("begun", "ended", "fault", "key", "lost", "parts", "ready", "usage")
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -21,8 +22,10 @@ class Stream:
         self.begun = False
         """Whether `start` has answered; until then its frames are not for the channel."""
         self.ended = False
-        self.failed: str | None = None
-        """Why it broke before it had begun; then nothing of it was sent."""
+        self.lost: str | None = None
+        """Why nobody answers it, when that was so before it had begun; then nothing of it was sent."""
+        self.fault: Fault | None = None
+        """What was wrong with the request itself, likewise."""
         self.usage: Usage | None = None
         """Set before the last frame is put."""
 
@@ -32,14 +35,14 @@ class Outbox:
 
     def __init__(self) -> None:
         self._pending: dict[str, list[str]] = {}
-        self._last: dict[str, Usage | None] = {}
+        self._last: dict[str, tuple[Usage | None, str | None]] = {}
         self._begun: list[str] = []
         self._status: EngineStatus | None = None
         self._news = asyncio.Event()
         self._closed = False
 
-    def put(self, stream: Stream, text: str, last: bool = False) -> None:
-        """Add a frame of a stream; `last` closes it (the text may then be empty)."""
+    def put(self, stream: Stream, text: str, last: bool = False, code: str | None = None) -> None:
+        """Add a frame of a stream; `last` closes it (the text may then be empty), with the `code` of its error."""
         if not stream.begun:
             stream.parts.append(text)
             stream.ended = last
@@ -47,15 +50,23 @@ class Outbox:
             return
         self._pending.setdefault(stream.key, []).append(text)
         if last:
-            self._last[stream.key] = stream.usage
+            self._last[stream.key] = (stream.usage, code)
         self._news.set()
 
-    def fail(self, stream: Stream, why: str) -> None:
-        """End a stream that broke: with an error frame once it has begun, else by telling `start`, which waits."""
+    def fail(self, stream: Stream, fault: Fault) -> None:
+        """End a stream whose request failed: with an error frame once it has begun, else by telling `start`."""
         if stream.begun:
-            self.put(stream, error_frames(why, "engine_error"), last=True)
+            self.put(stream, error_frames(fault.message, ENGINE_ERROR), last=True, code=ENGINE_ERROR)
         else:
-            stream.failed = why
+            stream.fault = fault
+            stream.ready.set()
+
+    def lose(self, stream: Stream, why: str) -> None:
+        """End a stream whose engine is gone, in the same way."""
+        if stream.begun:
+            self.put(stream, error_frames(why, ENGINE_LOST), last=True, code=ENGINE_LOST)
+        else:
+            stream.lost = why
             stream.ready.set()
 
     def begin(self, stream: Stream) -> Started:
@@ -97,6 +108,8 @@ class Outbox:
             pending, last, status, begun = self._pending, self._last, self._status, tuple(self._begun)
             self._pending, self._last, self._status = {}, {}, None
             self._begun.clear()
-            frames = tuple(Frames(key, "".join(texts), key in last, last.get(key)) for key, texts in pending.items())
+            frames = tuple(
+                Frames(key, "".join(texts), key in last, *last.get(key, ())) for key, texts in pending.items()
+            )
             if frames or status or begun:
                 yield ChannelMessage(frames, status, begun)

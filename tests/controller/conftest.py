@@ -27,6 +27,8 @@ class PlayedEngine:
     aborted: list = field(default_factory=list)
     cancelled: list = field(default_factory=list)
     answer: object = None
+    took: Usage | Exception | None = None
+    """What an aborted request had taken, or why the engine cannot tell."""
 
     def options(self, **_):
         return self
@@ -60,6 +62,12 @@ class _Method:
 
     def _abort(self, key):
         self.engine.aborted.append(key)
+        return self._took()
+
+    async def _took(self):
+        if isinstance(self.engine.took, Exception):
+            raise self.engine.took
+        return self.engine.took
 
     async def _channel(self):
         while True:
@@ -120,6 +128,13 @@ class KeepsRecords:
     def put(self, record):
         record.columns()
         self.records.append(record)
+
+    async def wait_for(self, count=1):
+        """The last record, once there are so many."""
+        async with asyncio.timeout(2):
+            while len(self.records) < count:
+                await asyncio.sleep(0.001)
+        return self.records[-1]
 
 
 class PlayedMeter:
@@ -209,12 +224,12 @@ def usage():
 def streamed():
     """An answer that begins a stream whose frames the test puts on the channel."""
 
-    def begin(first="data: 1\n\n", last=False):
-        return Started(first, last)
+    def begin(first="data: 1\n\n", last=False, usage=None):
+        return Started(first, last, usage)
 
     return begin
 
 
 @pytest.fixture
 def frames():
-    return lambda call, text, last=False, usage=None: Frames(call.key, text, last, usage)
+    return lambda call, text, last=False, usage=None, code=None: Frames(call.key, text, last, usage, code)

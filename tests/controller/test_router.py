@@ -196,7 +196,7 @@ async def test_a_deadline_before_the_first_token_is_an_error_and_aborts(service,
         await service.answer(incoming(headers={"x-modeswitch-deadline-ms": "30"}))
     assert (refused.value.status, refused.value.code) == (504, "deadline_exceeded")
     assert sum(len(engine.aborted) for engine in engines.values()) == 1
-    assert records.records[-1].status == "deadline"
+    assert (await records.wait_for()).status == "deadline"
 
 
 async def test_a_deadline_after_the_first_token_ends_the_stream_in_an_error_frame(
@@ -208,7 +208,7 @@ async def test_a_deadline_after_the_first_token_ends_the_stream_in_an_error_fram
     text = "".join([frame async for frame in answer.frames])
     assert "deadline_exceeded" in text
     assert text.endswith("data: [DONE]\n\n")
-    assert records.records[-1].status == "deadline"
+    assert (await records.wait_for()).status == "deadline"
     assert sum(len(engine.aborted) for engine in engines.values()) == 1
 
 

@@ -147,3 +147,19 @@ async def test_acceptance_is_per_decode_step(activity, processor):
     for tokens in (1, 3, 3, 1) * 50:
         processor.process_outputs([output("r", tokens=tokens)])
     assert activity.accepted_per_step == pytest.approx(1.0, abs=0.1)
+
+
+async def test_a_call_given_up_tells_what_it_took_under_way_and_when_it_is_over(activity, processor, monkeypatch):
+    monkeypatch.setattr("app.engines.activity._REMEMBER_ENDED", 2)
+    assert activity.took("k") is None
+    activity.begin(call())
+    processor.add_request(request("r"), "prompt")
+    processor.process_outputs([output("r", tokens=3, cached=0)])
+    assert activity.took("k").output_tokens == 3
+    activity.end("k")
+    assert activity.took("k").output_tokens == 3
+    for key in "ab":
+        activity.begin(call(key))
+        activity.end(key)
+    assert activity.took("k") is None
+    assert activity.took("b").output_tokens == 0

@@ -7,7 +7,7 @@ import pytest
 
 from app.config import load_settings
 from app.engines.deployment import Engine, EngineUnavailable
-from app.wire import Call, Endpoint, EngineState
+from app.wire import Call, Endpoint, EngineState, Reply
 
 WITHIN_S = 2.0
 
@@ -15,10 +15,8 @@ WITHIN_S = 2.0
 class PlayedModel:
     """Stands where the running engine stands; `frames` is what its generator does."""
 
-    dead = False
-
-    def __init__(self, frames):
-        self.frames = frames
+    def __init__(self, frames, dead=False):
+        self.frames, self.dead = frames, dead
 
     async def respond(self, call, extra=None):
         return self.frames()
@@ -36,6 +34,12 @@ class DyingDevice:
             raise ConnectionError("the actor died")
 
     acquire, release = _Granted(), _Gone()
+
+
+def error_event(code, message):
+    """How vLLM's stream generators tell that they failed."""
+    fault = {"message": message, "type": "BadRequestError", "param": None, "code": code}
+    return f"data: {json.dumps({'error': fault})}\n\n"
 
 
 class NoDevice:
@@ -61,8 +65,8 @@ async def engine():
     engine._reporting.cancel()
 
 
-def play(engine, frames):
-    engine._llm = PlayedModel(frames)
+def play(engine, frames, dead=False):
+    engine._llm = PlayedModel(frames, dead)
 
 
 async def start(engine, key="k"):
@@ -70,15 +74,54 @@ async def start(engine, key="k"):
 
 
 async def read(channel, key):
-    """The text of one stream until it is closed."""
+    """The text of one stream until it is closed, and the code it was closed with."""
     text = ""
     async for message in channel:
         for frames in message.frames:
             if frames.key == key:
                 text += frames.text
                 if frames.last:
-                    return text
-    return text
+                    assert frames.usage is not None
+                    return text, frames.code
+    return text, "never closed"
+
+
+def error_of(text):
+    event, done, _ = text.split("\n\n")
+    assert done == "data: [DONE]"
+    return json.loads(event.removeprefix("data: "))["error"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "status", "told"),
+    [
+        (500, "it broke", 500, "engine_error"),
+        (503, "try again", 503, "engine_error"),
+        (400, "the maximum context length is 9", 400, "context_length_exceeded"),
+        ("odd", "", 500, "engine_error"),
+    ],
+)
+async def test_a_stream_that_begins_with_an_error_is_a_reply(engine, code, message, status, told):
+    async def frames():
+        yield error_event(code, message)
+        yield "data: [DONE]\n\n"
+
+    play(engine, frames)
+    reply = await start(engine)
+    assert (reply.status, json.loads(reply.body)["error"]["code"]) == (status, told)
+    assert reply.usage is not None
+    assert engine._streams == {}
+
+
+async def test_a_stream_that_begins_with_an_error_of_a_dead_engine_may_be_tried_elsewhere(engine):
+    async def frames():
+        yield error_event(500, "EngineCore encountered an issue")
+        yield "data: [DONE]\n\n"
+
+    play(engine, frames, dead=True)
+    with pytest.raises(EngineUnavailable, match="died"):
+        await start(engine)
+    assert engine._streams == {}
 
 
 async def test_a_generator_that_fails_before_its_first_frame_is_told_at_once(engine):
@@ -87,25 +130,59 @@ async def test_a_generator_that_fails_before_its_first_frame_is_told_at_once(eng
         yield
 
     play(engine, frames)
-    with pytest.raises(EngineUnavailable, match="no first frame"):
-        await start(engine)
+    reply = await start(engine)
+    assert (reply.status, json.loads(reply.body)["error"]["code"]) == (500, "engine_error")
+    assert b"no first frame" not in reply.body
     assert engine._streams == {}
 
 
-async def test_a_generator_that_fails_later_closes_its_stream_with_an_error(engine):
+def fault_of_a_reply():
+    raise RuntimeError("no answer")
+
+
+async def test_a_reply_that_fails_is_a_fault_of_the_request_while_the_engine_lives(engine):
+    play(engine, fault_of_a_reply)
+    reply = await start(engine)
+    assert isinstance(reply, Reply)
+    assert (reply.status, json.loads(reply.body)["error"]["code"]) == (500, "engine_error")
+    play(engine, fault_of_a_reply, dead=True)
+    with pytest.raises(EngineUnavailable):
+        await start(engine)
+
+
+@pytest.mark.parametrize(("dead", "code"), [(False, "engine_error"), (True, "engine_lost")])
+@pytest.mark.parametrize("raises", [False, True])
+async def test_a_stream_that_breaks_later_is_closed_with_an_error_and_its_reason(engine, dead, code, raises):
     async def frames():
         yield "data: 1\n\n"
         await asyncio.sleep(0.01)
-        raise RuntimeError("broken midway")
+        engine._llm.dead = dead
+        if raises:
+            raise RuntimeError("broken midway")
+        yield error_event(500, "broken midway")
+        yield "data: [DONE]\n\n"
 
     channel = engine.channel()
     await anext(channel)
     play(engine, frames)
     assert (await start(engine)).frames == "data: 1\n\n"
-    text = await asyncio.wait_for(read(channel, "k"), WITHIN_S)
-    event, done, _ = text.split("\n\n")
-    assert json.loads(event.removeprefix("data: "))["error"]["type"] == "server_error"
-    assert done == "data: [DONE]"
+    text, told = await asyncio.wait_for(read(channel, "k"), WITHIN_S)
+    error = error_of(text)
+    assert (told, error["code"], error["type"]) == (code, code, "server_error")
+
+
+async def test_an_abort_tells_what_the_request_took(engine):
+    async def frames():
+        yield "data: 1\n\n"
+        await asyncio.sleep(3600)
+
+    play(engine, frames)
+    await start(engine)
+    usage = await engine.abort("k")
+    assert (usage.prompt_tokens, usage.output_tokens) == (0, 0)
+    await asyncio.sleep(0)
+    assert await engine.abort("k") == usage
+    assert await engine.abort("unknown") is None
 
 
 async def test_a_channel_that_takes_over_gets_the_status(engine):

@@ -12,7 +12,7 @@ async def collect(outbox, until_closed):
     texts, closed, messages = {}, set(), 0
     async for message in outbox.messages():
         messages += 1
-        for key, text, last, _ in message.frames:
+        for key, text, last, *_ in message.frames:
             assert key not in closed
             texts[key] = texts.get(key, "") + text
             if last:
