@@ -1,6 +1,7 @@
 """Every metric of the application: name, unit, labels. `ray.util.metrics` exposes them to Prometheus.
 
-Labels have few values: modes, classes, policies and reasons are fixed sets, and tenants are capped where they enter.
+Labels have few values: modes, classes, policies and reasons are fixed sets, and tenants are capped where they are told
+(`app/energy/metrics.py`).
 """
 
 from __future__ import annotations

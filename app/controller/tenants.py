@@ -24,7 +24,8 @@ log = logging.getLogger("ray.serve")
 DEFAULT_TENANT = "default"
 OTHER_TENANTS = "other"
 MAX_TENANTS = 100
-"""Names taken from a header; further ones share an account, so that clients cannot grow labels and tables."""
+"""Names remembered that were taken from a header. A further one takes the place of the one not seen for longest, or
+shares an account while all of them have requests under way: so that clients cannot grow tables."""
 _MAX_NAME_CHARS = 64
 
 
@@ -37,6 +38,8 @@ class Keys:
 
     def __init__(self, digests: Mapping[bytes, str]) -> None:
         self._digests = dict(digests)
+        self.tenants = frozenset(self._digests.values())
+        """Everybody who has a key."""
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -88,7 +91,8 @@ class Tenants:
         self._limits: Mapping[str, TenantLimits] = {}
         self._budgets: dict[str, TokenBudget] = {}
         self._shares = FairShares()
-        self._named: set[str] = set()
+        self._named: dict[str, None] = {}
+        """Names taken from a header, the one seen last at the end."""
         self.limit(limits, 0.0)
         if not keys:
             log.warning("API keys are off: everybody who reaches this server may use it")
@@ -98,14 +102,26 @@ class Tenants:
         """API keys are on."""
         return bool(self._keys)
 
+    @property
+    def several(self) -> bool:
+        """There is more than one tenant, so that one must leave room for others."""
+        return len(self._keys.tenants if self._keys else self._shares) > 1
+
+    def share(self, tenant: str) -> float:
+        """A tenant's weight against others."""
+        limits = self._limits.get(tenant)
+        return limits.share if limits else 1.0
+
     def limit(self, limits: Mapping[str, TenantLimits], now_s: float) -> None:
         """New limits; a budget whose figures did not change keeps what was used of it."""
         for tenant, limit in limits.items():
             if limit.tokens_per_s is None:
                 self._budgets.pop(tenant, None)
-            elif self._limits.get(tenant) != limit:
+            else:
                 burst_tokens = limit.burst_tokens or 60 * limit.tokens_per_s
-                self._budgets[tenant] = TokenBudget(limit.tokens_per_s, burst_tokens, now_s)
+                budget = self._budgets.get(tenant)
+                if budget is None or (budget.tokens_per_s, budget.burst_tokens) != (limit.tokens_per_s, burst_tokens):
+                    self._budgets[tenant] = TokenBudget(limit.tokens_per_s, burst_tokens, now_s)
         for tenant in set(self._budgets) - set(limits):
             del self._budgets[tenant]
         self._limits = dict(limits)
@@ -129,11 +145,19 @@ class Tenants:
         name = name.strip()
         if not name or len(name) > _MAX_NAME_CHARS or not name.isprintable():
             return DEFAULT_TENANT
-        if name not in self._named and name not in self._limits:
-            if len(self._named) >= MAX_TENANTS:
-                return OTHER_TENANTS
-            self._named.add(name)
-        return name
+        return name if name in self._limits or self._remember(name) else OTHER_TENANTS
+
+    def _remember(self, name: str) -> bool:
+        """Note that a name was seen; False for a new one that there is no room for."""
+        if name in self._named:
+            del self._named[name]
+        elif len(self._named) >= MAX_TENANTS:
+            idle = next((old for old in self._named if self._shares.forget(old)), None)
+            if idle is None:
+                return False
+            del self._named[idle]
+        self._named[name] = None
+        return True
 
     def admit(self, tenant: str, prompt_tokens: int, output_tokens: int, now_s: float) -> Admission:
         """Reserve a request's tokens and take its place in the order of tenants.
@@ -151,8 +175,7 @@ class Tenants:
                     code="token_budget_exhausted",
                     headers={"retry-after": str(math.ceil(wait_s))},
                 )
-        limits = self._limits.get(tenant)
-        reservation = self._shares.reserve(tenant, prompt_tokens, output_tokens, limits.share if limits else 1.0)
+        reservation = self._shares.reserve(tenant, prompt_tokens, output_tokens, self.share(tenant))
         return Admission(tenant, reservation.priority, tokens, reservation)
 
     def settle(self, admission: Admission, prompt_tokens: int, output_tokens: int, now_s: float) -> None:

@@ -8,6 +8,10 @@ from typing import Any
 from app.energy.accounts import Rows
 from app.telemetry import Telemetry
 
+_MOST_TENANTS = 100
+"""Tenants with a label of their own, the first ones that were seen: a label lives as long as the process."""
+_OTHER_TENANTS = "other"
+
 
 class EnergyMetrics:
     """Feeds the energy metrics; owned by the meter's thread."""
@@ -15,6 +19,7 @@ class EnergyMetrics:
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._residual_j: dict[tuple[str, str], float] = defaultdict(float)
+        self._tenants: set[str] = set()
 
     def flushed(self, rows: Rows) -> None:
         """Add one flush."""
@@ -35,11 +40,18 @@ class EnergyMetrics:
                 "modeswitch_energy_joules_total",
                 credit.engine,
                 credit.mode or "none",
-                credit.tenant or "none",
+                self._tenant(credit.tenant or "none"),
                 credit.request_class or "none",
                 methods[credit.device],
                 by=credit.energy_j,
             )
+
+    def _tenant(self, name: str) -> str:
+        if name not in self._tenants:
+            if len(self._tenants) >= _MOST_TENANTS:
+                return _OTHER_TENANTS
+            self._tenants.add(name)
+        return name
 
     def told(self, state: dict[str, Any]) -> None:
         """Show the meter's own state (`Meter.state`)."""

@@ -50,6 +50,10 @@ class FairShares:
         self._floor = 0.0
         """Where the last tenant left off when all were idle."""
 
+    def __len__(self) -> int:
+        """Tenants that are known."""
+        return len(self._tenants)
+
     def reserve(self, tenant: str, prompt_tokens: int, expected_output_tokens: int, share: float = 1.0) -> Reservation:
         """Charge a request up front and give it its priority.
 
@@ -82,6 +86,13 @@ class FairShares:
             self._active.pop(reservation.tenant, None)
             if not self._active:
                 self._floor = max(self._floor, state.counter)
+
+    def forget(self, tenant: str) -> bool:
+        """Drop a tenant's counter; False where it has requests under way. One that is unknown is forgotten already."""
+        if tenant in self._active:
+            return False
+        self._tenants.pop(tenant, None)
+        return True
 
     def counters(self) -> dict[str, float]:
         """Every known tenant's counter."""
