@@ -14,13 +14,14 @@ _RATE_WITHIN_S = 30.0
 class _Sent:
     prompt_tokens: int
     output_tokens: int
+    tenant: str
     first_s: float | None = None
 
 
 class InFlight:
     """Counts and sums in constant time, since a decision reads them. Times are monotonic seconds, passed in."""
 
-    __slots__ = ("_completed_s", "_decoding", "_first_sum_s", "_output_tokens", "_prefill_tokens", "_sent")
+    __slots__ = ("_completed_s", "_decoding", "_first_sum_s", "_held", "_output_tokens", "_prefill_tokens", "_sent")
 
     def __init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
@@ -29,13 +30,15 @@ class InFlight:
         self._decoding = 0
         self._first_sum_s = 0.0
         self._completed_s: deque[float] = deque(maxlen=_RATE_OVER)
+        self._held: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._sent)
 
-    def send(self, key: str, prompt_tokens: int, expected_output_tokens: int) -> None:
+    def send(self, key: str, prompt_tokens: int, expected_output_tokens: int, tenant: str = "") -> None:
         """A request goes to the engine: its prompt tokens to compute, and what it is expected to produce."""
-        self._sent[key] = _Sent(prompt_tokens, expected_output_tokens)
+        self._sent[key] = _Sent(prompt_tokens, expected_output_tokens, tenant)
+        self._held[tenant] = self._held.get(tenant, 0) + 1
         self._prefill_tokens += prompt_tokens
         self._output_tokens += expected_output_tokens
 
@@ -54,12 +57,19 @@ class InFlight:
         if sent is None:
             return
         self._output_tokens -= sent.output_tokens
+        self._held[sent.tenant] -= 1
+        if not self._held[sent.tenant]:
+            del self._held[sent.tenant]
         if sent.first_s is None:
             self._prefill_tokens -= sent.prompt_tokens
         else:
             self._decoding -= 1
             self._first_sum_s -= sent.first_s
         self._completed_s.append(now_s)
+
+    def held_by(self, tenant: str) -> int:
+        """Requests of one tenant."""
+        return self._held.get(tenant, 0)
 
     @property
     def pending_prefill_tokens(self) -> int:

@@ -105,7 +105,7 @@ class EngineLink:
         """
         if call.stream:
             self._streams[call.key] = asyncio.Queue()
-        self.in_flight.send(call.key, prompt_tokens, expected_output_tokens)
+        self.in_flight.send(call.key, prompt_tokens, expected_output_tokens, call.tenant)
         answer: Reply | Started | None = None
         response = self._handle.start.remote(call)
         try:

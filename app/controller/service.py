@@ -28,6 +28,7 @@ from app.energy.rows import RequestRecord
 from app.openai_errors import ENGINE_ERROR, ENGINE_LOST
 from app.routing.admission import retry_after_s
 from app.routing.decision import Decision, Refusal
+from app.routing.queue_share import has_its_share
 from app.telemetry import Telemetry
 from app.wire import Call, Reply, Started, Usage
 
@@ -202,9 +203,11 @@ class Service:
 
     def _plan(self, ticket: Ticket, mode: str | None, asked: Asked, max_tokens: int | None) -> Plan:
         assert ticket.prompt is not None
-        wishes = asked.wishes
-        if ticket.lost_engines:
-            wishes = msgspec.structs.replace(wishes, excluded_engines=tuple(ticket.lost_engines))
+        wishes, crowded = asked.wishes, self._crowded_engines(ticket.tenant)
+        if ticket.lost_engines or crowded:
+            wishes = msgspec.structs.replace(
+                wishes, excluded_engines=tuple(ticket.lost_engines), crowded_engines=crowded
+            )
         decide, prompt = self.router.decide, ticket.prompt
         try:
             plan = decide(
@@ -220,6 +223,17 @@ class Service:
             raise invalid(str(error), "metadata.policy", "unknown_policy") from None
         self._telemetry.observe("modeswitch_decision_us", plan.took_us, plan.policy)
         return plan
+
+    def _crowded_engines(self, tenant: str) -> tuple[str, ...]:
+        """Engines in whose queue the tenant has its share of places; none while there is one tenant only."""
+        if not self.tenants.several:
+            return ()
+        share, limit = self.tenants.share(tenant), self.router.live.queue_limit
+        return tuple(
+            link.name
+            for link in self.links
+            if has_its_share(link.in_flight.held_by(tenant), limit - len(link.in_flight), share)
+        )
 
     def _sent(self, ticket: Ticket, plan: Plan, decision: Decision) -> None:
         assert ticket.prompt is not None

@@ -14,14 +14,20 @@ ASSUMED_STEP_MS = 50.0
 ASSUMED_OUTPUT_TOKENS = 128.0
 
 _WORTH_WAITING = frozenset(
-    {Ineligible.QUEUE_FULL, Ineligible.BREAKER_OPEN, Ineligible.NOT_RESIDENT, Ineligible.UNHEALTHY}
+    {
+        Ineligible.QUEUE_FULL,
+        Ineligible.TENANT_QUEUE_FULL,
+        Ineligible.BREAKER_OPEN,
+        Ineligible.NOT_RESIDENT,
+        Ineligible.UNHEALTHY,
+    }
 )
 
 
-def drain_s(view: EngineView) -> float:
-    """Estimated seconds until the engine has a free place in its queue; 0 if it has one."""
-    excess = view.in_flight - view.queue_limit + 1
-    if excess <= 0:
+def drain_s(view: EngineView, at_least: int = 0) -> float:
+    """Estimated seconds until the engine has a free place in its queue, and `at_least` so many requests have ended."""
+    excess = max(at_least, view.in_flight - view.queue_limit + 1)
+    if excess <= 0 or not view.in_flight:
         return 0.0
     if view.completions_per_s:
         return excess / view.completions_per_s
@@ -44,6 +50,9 @@ def retry_after_s(refusal: Refusal, engines_of: dict[str, str], snapshot: Snapsh
         view = snapshot.engines.get(engines_of.get(mode, ""))
         if why is Ineligible.QUEUE_FULL and view is not None:
             waits.append(drain_s(view))
+        elif why is Ineligible.TENANT_QUEUE_FULL and view is not None:
+            # One of the tenant's own must end.
+            waits.append(drain_s(view, at_least=1))
         else:
             # An engine that starts or a breaker that pauses: no estimate, so a while.
             waits.append(10.0)

@@ -27,6 +27,7 @@ class Ineligible(StrEnum):
     ENERGY = "energy_above_limit"
     UNPROFILED = "not_in_profile"
     QUEUE_FULL = "queue_full"
+    TENANT_QUEUE_FULL = "tenant_queue_full"
 
 
 class LostBy(StrEnum):

@@ -95,8 +95,7 @@ class Eligibility:
             why = Ineligible.NOT_LOSSLESS
         if why is not None:
             return why
-        view = snapshot.engines[mode.engine]
-        return Ineligible.QUEUE_FULL if view.in_flight >= view.queue_limit else None
+        return _queue_refuses(mode.engine, features, snapshot)
 
     def split(self, features: RequestFeatures, snapshot: Snapshot) -> tuple[list[ModeInfo], dict[str, Ineligible]]:
         """Modes that may serve, and the reason of each that may not: `refuses` for all, each engine looked at once."""
@@ -104,13 +103,14 @@ class Eligibility:
         refused: dict[str, Ineligible] = {}
         gate = self._gate.refused(features)
         weights = self._weights_kept(features, snapshot)
+        crowded = features.wishes.crowded_engines
         simple = not gate and weights is None and not self._too_large and not snapshot.tripped_modes
         for engine, modes in self._by_engine:
             why = _engine_refuses(engine, features, snapshot)
             if why is None:
                 view = snapshot.engines[engine]
-                full = view.in_flight >= view.queue_limit
-                if simple and not full:
+                free = view.in_flight < view.queue_limit and engine not in crowded
+                if simple and free:
                     eligible.extend(modes)
                     continue
             for mode in modes:
@@ -120,8 +120,8 @@ class Eligibility:
                         reason = Ineligible.BREAKER_OPEN
                     else:
                         reason = self._mode_refuses(mode, features, weights)
-                        if reason is None and full:
-                            reason = Ineligible.QUEUE_FULL
+                        if reason is None and not free:
+                            reason = _queue_refuses(engine, features, snapshot)
                 if reason is None:
                     eligible.append(mode)
                 else:
@@ -164,6 +164,14 @@ def _engine_refuses(engine: str, features: RequestFeatures, snapshot: Snapshot) 
     return None if view.residency in _AVAILABLE else Ineligible.NOT_RESIDENT
 
 
+def _queue_refuses(engine: str, features: RequestFeatures, snapshot: Snapshot) -> Ineligible | None:
+    """For an engine that `_engine_refuses` lets pass."""
+    view = snapshot.engines[engine]
+    if view.in_flight >= view.queue_limit:
+        return Ineligible.QUEUE_FULL
+    return Ineligible.TENANT_QUEUE_FULL if engine in features.wishes.crowded_engines else None
+
+
 def _too_large(settings: RoutingSettings, profile: Profile | None) -> frozenset[str]:
     if profile is None or settings.max_memory_ratio is None:
         return frozenset()
@@ -185,6 +193,7 @@ _SEVERITY = {
             # The first that some mode has is the code of the whole refusal: what waiting would cure, then what
             # asking otherwise would.
             Ineligible.QUEUE_FULL,
+            Ineligible.TENANT_QUEUE_FULL,
             Ineligible.BREAKER_OPEN,
             Ineligible.NOT_RESIDENT,
             Ineligible.UNHEALTHY,

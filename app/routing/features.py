@@ -58,6 +58,8 @@ class Wishes(JsonRecord, frozen=True, kw_only=True):
     """The weight set this conversation began with."""
     excluded_engines: tuple[str, ...] = ()
     """Engines that failed this request already."""
+    crowded_engines: tuple[str, ...] = ()
+    """Engines in whose queue the request's tenant has its share of places, while others may come."""
 
     def __post_init__(self) -> None:
         if self.objective is Objective.LIMIT and (self.latency_limit_ms is None or not self.latency_limit_ms > 0):

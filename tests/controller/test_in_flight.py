@@ -17,7 +17,7 @@ def test_sums_equal_a_recount(events):
     for at_s, (what, number, prompt_tokens, output_tokens) in enumerate(events):
         key = str(number)
         if what == "send" and key not in sent:
-            account.send(key, prompt_tokens, output_tokens)
+            account.send(key, prompt_tokens, output_tokens, f"tenant {number % 2}")
             sent[key] = (prompt_tokens, output_tokens)
         elif what == "first":
             account.first_token(key, at_s)
@@ -27,6 +27,8 @@ def test_sums_equal_a_recount(events):
             sent.pop(key, None)
             first.discard(key)
     assert len(account) == len(sent)
+    assert account.held_by("tenant 0") == sum(int(key) % 2 == 0 for key in sent)
+    assert account.held_by("none") == 0
     assert account.pending_prefill_tokens == sum(sent[key][0] for key in sent.keys() - first)
     assert account.pending_output_tokens(100.0, None) == sum(output for _, output in sent.values())
 

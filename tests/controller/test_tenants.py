@@ -1,15 +1,17 @@
 """Keys, budgets and shares: who is let in, how much, and in which order."""
 
+import asyncio
 import hashlib
+from dataclasses import replace
 
 import pytest
 from starlette.testclient import TestClient
 
-from app.config import AuthSettings, ConfigError, TenantLimits
+from app.config import AuthSettings, ConfigError, TenantLimits, load_live
 from app.controller.errors import ApiError
 from app.controller.routes import create_app
 from app.controller.tenants import MAX_TENANTS, Keys, Tenants
-from app.wire import EngineState, EngineStatus
+from app.wire import EngineState, EngineStatus, Reply
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -59,9 +61,27 @@ def test_without_keys_a_header_names_the_account_and_names_are_bounded():
     assert tenants.who("Bearer whatever", " blue ") == "blue"
     assert tenants.who("", "x" * 65) == "default"
     assert tenants.who("", "a\x00b") == "default"
-    seen = {tenants.who("", f"tenant {number}") for number in range(10 * MAX_TENANTS)}
-    assert len(seen) <= MAX_TENANTS + 1
-    assert tenants.who("", "blue") == "blue"
+
+
+def test_of_names_from_headers_the_one_not_seen_for_longest_gives_way():
+    tenants = Tenants(Keys({}), {"limited": TenantLimits(share=2)})
+    busy = tenants.admit(tenants.who("", "busy"), 10, 10, 0.0)
+    for number in range(5 * MAX_TENANTS):
+        name = tenants.who("", f"tenant {number}")
+        assert name == f"tenant {number}"
+        tenants.settle(tenants.admit(name, 1, 1, 0.0), 1, 1, 0.0)
+        assert tenants.who("", "limited") == "limited"
+    kept = set(tenants.counters())
+    assert len(kept) <= MAX_TENANTS
+    assert {"busy", f"tenant {5 * MAX_TENANTS - 1}"} <= kept
+    assert "tenant 0" not in kept
+    # While all have requests under way, further ones share an account.
+    for number in range(MAX_TENANTS):
+        tenants.admit(tenants.who("", f"slow {number}"), 1, 1, 0.0)
+    assert tenants.who("", "one more") == "other"
+    assert tenants.who("", "busy") == "busy"
+    tenants.settle(busy, 10, 10, 0.0)
+    assert tenants.who("", "one more") == "one more"
 
 
 def test_with_keys_the_header_is_ignored():
@@ -93,8 +113,29 @@ def test_new_limits_leave_an_unchanged_budget_as_it_is():
     tenants.limit(limits, 0.0)
     with pytest.raises(ApiError):
         tenants.admit("red", 5, 5, 0.0)
+    tenants.limit({"red": TenantLimits(tokens_per_s=1, burst_tokens=10, share=3)}, 0.0)
+    assert tenants.share("red") == 3
+    with pytest.raises(ApiError):
+        tenants.admit("red", 5, 5, 0.0)
     tenants.limit({}, 0.0)
     assert tenants.admit("red", 5, 5, 0.0)
+
+
+def test_there_are_several_tenants_once_a_second_one_asks_or_has_a_key():
+    tenants = Tenants(Keys({}), {})
+    for name in ("red", "red", "blue"):
+        assert not tenants.several
+        tenants.who("", "somebody")
+        tenants.admit(name, 1, 1, 0.0)
+    assert tenants.several
+    assert not Tenants(Keys({digest("k"): "red", digest("l"): "red"}), {}).several
+    assert Tenants(Keys({digest("k"): "red", digest("l"): "blue"}), {}).several
+
+
+@pytest.mark.parametrize(("keys", "warned"), [({}, True), ({digest("k"): "red"}, False)])
+def test_that_keys_are_off_is_said_at_the_start(caplog, keys, warned):
+    Tenants(Keys(keys), {})
+    assert ("API keys are off" in caplog.text) == warned
 
 
 def test_a_heavy_tenant_waits_behind_a_light_one():
@@ -160,3 +201,62 @@ def test_a_share_becomes_a_priority_where_the_engine_takes_one(service, meter, e
     assert -7 not in (light, later)
     assert light <= later
     assert heavy == sorted(heavy)
+
+
+@pytest.fixture
+def crowd(service, incoming):
+    """`crowd(tenant)`: requests of one tenant to fp16 that nobody answers, until it is refused: how many, and why."""
+    asking = []
+
+    async def fill(tenant, at_most=1000):
+        headers = {"x-modeswitch-tenant": tenant}
+        for count in range(at_most):
+            request = incoming(model="smollm2-135m-instruct:fp16", headers=headers)
+            task = asyncio.create_task(service.answer(replace(request, named=True)))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            if task.done():
+                with pytest.raises(ApiError) as refused:
+                    task.result()
+                return count, refused.value
+            asking.append(task)
+        return at_most, None
+
+    yield fill
+    for task in asking:
+        task.cancel()
+
+
+async def test_a_heavy_tenant_leaves_room_in_the_queue_for_a_light_one(service, engines, crowd):
+    """litellm#17664: a noisy tenant is slowed, a light tenant is not."""
+    service.change(load_live(service.router.live, {"queue_limit": 12, "tenants": {"double": {"share": 2}}}))
+    engines["fp16"].answer = lambda call: asyncio.sleep(3600)
+    assert (await crowd("light", 1)) == (1, None)
+    taken, refused = await crowd("heavy")
+    assert taken == 6
+    assert (refused.status, refused.code) == (503, "tenant_queue_full")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert (await crowd("light", 1)) == (1, None)
+    assert (await crowd("double"))[0] == 3
+    assert (await crowd("late"))[0] == 1
+    # The places are each engine's own.
+    assert not service._crowded_engines("heavy")[1:]
+
+
+async def test_a_tenant_alone_may_fill_the_queue_and_others_come_again_when_it_has_drained(service, engines, crowd):
+    service.change(load_live(service.router.live, {"queue_limit": 5}))
+    done = asyncio.Event()
+
+    async def answer(call):
+        await done.wait()
+        return Reply(200, b"{}")
+
+    engines["fp16"].answer = answer
+    taken, refused = await crowd("heavy")
+    assert (taken, refused.status, refused.code) == (5, 503, "queue_full")
+    assert (await crowd("light", 1))[1].code == "queue_full"
+    done.set()
+    await asyncio.sleep(0.01)
+    done.clear()
+    assert (await crowd("light", 1)) == (1, None)
+    assert (await crowd("heavy"))[0] == 2

@@ -5,6 +5,7 @@ import pytest
 
 from app.routing.admission import LONGEST_RETRY_S, drain_s, retry_after_s
 from app.routing.decision import Ineligible, Refusal
+from app.routing.features import Wishes
 from app.routing.mode_info import ModeInfo
 from app.routing.policies import make_policy
 from app.routing.profile import Profile
@@ -48,6 +49,17 @@ def test_overload_says_when_to_come_again(
     assert retry_after_s(refused, engines, live) == 4
     slow = snapshot(**{name: {"in_flight": 8, "queue_limit": 8, "completions_per_s": 1e-6} for name in rates})
     assert retry_after_s(refused, engines, slow) == LONGEST_RETRY_S
+
+
+def test_a_tenant_with_its_share_comes_again_when_one_of_its_own_may_have_ended(
+    modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make
+) -> None:
+    engines = {mode.name: mode.engine for mode in modes}
+    crowded = tuple(set(engines.values()))
+    live = snapshot(**{name: {"in_flight": 50, "completions_per_s": 0.2} for name in crowded})
+    refused = refusal(modes, profile, features(wishes=Wishes(crowded_engines=crowded)), live)
+    assert refused.code is Ineligible.TENANT_QUEUE_FULL
+    assert retry_after_s(refused, engines, live) == 5
 
 
 def test_what_waiting_does_not_cure_has_no_retry() -> None:

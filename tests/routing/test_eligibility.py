@@ -73,6 +73,16 @@ def test_a_tripped_mode_leaves_its_engines_others(
     assert reasons(modes, profile, features(), live) == {"gptq_prefix_caching": Ineligible.BREAKER_OPEN}
 
 
+def test_a_tenant_with_its_share_of_a_queue_is_kept_from_it_and_told_so(
+    modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make
+) -> None:
+    request = features(wishes=Wishes(crowded_engines=("gptq", "int8")))
+    refused = reasons(modes, profile, request, snapshot(int8={"in_flight": 256}))
+    assert {refused[mode] for mode in ("gptq", "gptq_prefix_caching")} == {Ineligible.TENANT_QUEUE_FULL}
+    assert {refused[mode] for mode in ("int8", "int8_continuous_batching")} == {Ineligible.QUEUE_FULL}
+    assert len(refused) == 4
+
+
 def test_an_engine_that_failed_this_request_is_left_out(
     modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make
 ) -> None:

@@ -54,6 +54,7 @@ wishes = st.builds(
     energy_weight=st.none() | shares,
     conversation_weights=st.none() | st.sampled_from(["fp16", "gptq", "gone"]),
     excluded_engines=st.lists(names, max_size=2).map(tuple),
+    crowded_engines=st.lists(names, max_size=2).map(tuple),
 )
 requests = st.builds(
     RequestFeatures,
@@ -96,6 +97,7 @@ def test_whatever_is_logged_replays_to_the_same_decision(
         assert view.healthy
         assert outcome.mode not in live.tripped_modes
         assert outcome.engine not in request_.wishes.excluded_engines
+        assert outcome.engine not in request_.wishes.crowded_engines
     else:
         assert outcome.by_mode
         assert outcome.code in outcome.by_mode.values()
