@@ -40,7 +40,7 @@ CONTROLLER_METRICS: Mapping[str, Metric] = {
         "histogram", ("mode",), "From the controller's receipt to the end, milliseconds", _LATENCY_MS
     ),
     "modeswitch_predicted_ratio": Metric(
-        "histogram", ("mode",), "Observed / predicted latency of requests the cost policy sent", _RATIO
+        "histogram", ("mode",), "Observed / predicted latency of requests to modes that are in the profile", _RATIO
     ),
     "modeswitch_prompt_tokens": Metric("histogram", ("mode",), "Prompt tokens of a request", _TOKENS),
     "modeswitch_output_tokens": Metric("histogram", ("mode",), "Output tokens of a request", _TOKENS),

@@ -11,9 +11,13 @@ from dataclasses import asdict
 from app.config import LiveSettings
 from app.controller.knowledge import Knowledge
 from app.energy.rows import Context
+from app.routing.features import RequestFeatures
 from app.routing.mode_info import ModeInfo
 from app.routing.policies import Policy, make_policy
+from app.routing.policies.cost import CostPolicy
+from app.routing.policies.prediction import Prediction
 from app.routing.policies.static import StaticPolicy
+from app.routing.snapshot import Snapshot
 
 log = logging.getLogger("ray.serve")
 
@@ -62,6 +66,14 @@ class PolicySet:
                 raise UnknownPolicy(str(error)) from None
             self._made[name] = policy
         return policy
+
+    def predict(self, mode: str, features: RequestFeatures, snapshot: Snapshot) -> Prediction | None:
+        """What the profile says of a mode, whoever chose it; None without a profile of it."""
+        if self.knowledge.profile is None:
+            return None
+        cost = self.policy("cost")
+        assert isinstance(cost, CostPolicy)
+        return cost.prediction(mode, features, snapshot)
 
     def named(self, mode: str) -> Policy:
         """The policy of a request that names its mode: that one or none."""

@@ -196,14 +196,18 @@ class Router:
         self._lengths.observe(features.tag, features.prompt_shape, features.max_tokens, usage.output_tokens, now_s)
         if self._by_name[decision.mode].speculative:
             self._acceptance.observe(decision.mode, features.tag, usage.output_tokens, usage.accepted_tokens)
-        return self._correct(ticket, decision, features, usage, now_s)
+        return self._correct(ticket, plan, decision, usage, now_s)
 
-    def _correct(
-        self, ticket: Ticket, decision: Decision, features: RequestFeatures, usage: Usage, now_s: float
-    ) -> float | None:
-        """Compare what the engine took with what the profile says of the tokens that were really produced."""
-        terms = decision.terms
-        if terms is None or usage.queued_ms is None or usage.last_token_ms is None:
+    def _correct(self, ticket: Ticket, plan: Plan, decision: Decision, usage: Usage, now_s: float) -> float | None:
+        """Compare what the engine took with what the profile says of the tokens that were really produced.
+
+        Policies other than `cost` predict nothing when they decide, so it is made up for here.
+        """
+        if usage.queued_ms is None or usage.last_token_ms is None:
+            return None
+        features = plan.features
+        terms = decision.terms or self.policies.predict(decision.mode, features, plan.snapshot)
+        if terms is None:
             return None
         steps_expected = max(1, features.expected_output_tokens - 1)
         decode_ms = terms.decode_ms * (usage.output_tokens - 1) / steps_expected

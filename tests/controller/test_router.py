@@ -146,6 +146,27 @@ def test_a_slower_mode_than_predicted_is_corrected_within_bounds(chat, service, 
     assert 1.0 < factors["gptq"] <= 2.5
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": "smollm2-135m-instruct:gptq"},
+        {"headers": {"x-modeswitch-policy": "rules"}, "content": "long " * 80},
+        {"headers": {"x-modeswitch-policy": "static:gptq"}},
+    ],
+)
+def test_whoever_chose_a_mode_its_prediction_is_corrected(chat, service, engines, records, usage, monkeypatch, options):
+    ratios = []
+    monkeypatch.setattr(service._telemetry, "observe", lambda name, value, *labels: ratios.append((name, value)))
+    for engine in engines.values():
+        engine.answer = Reply(200, b"{}", usage(output_tokens=16, queued_ms=0.0, last_token_ms=9_000.0))
+    chat(max_tokens=16, **options)
+    (record,) = records.records
+    assert "terms" not in record.decision["decision"] or record.decision["decision"]["terms"] is None
+    assert service.router.describe()["corrections"][record.engine] > 1.0
+    (ratio,) = [value for name, value in ratios if name == "modeswitch_predicted_ratio"]
+    assert ratio > 2.0
+
+
 def test_speculation_is_learned_from_what_was_accepted(chat, service, engines, usage):
     engines["speculative"].answer = Reply(200, b"{}", usage(output_tokens=90, accepted_tokens=60))
     chat(headers={"x-modeswitch-policy": "static:speculative", "x-modeswitch-workload": "code"})

@@ -84,10 +84,17 @@ class CostPolicy:
         return self._decision(kept, features, passed_over=ranked[0])
 
     def predictions(self, features: RequestFeatures, snapshot: Snapshot) -> dict[str, Prediction]:
-        """Predicted cost of every eligible mode that the profile has, by name: for replay, corrections and training."""
+        """Predicted cost of every eligible mode that the profile has, by name: for replay and training."""
         eligible, _ = self._eligibility.split(features, snapshot)
         engines = engine_loads(features, snapshot, self._interference)
         return {found.mode.name: found for found in self._predict(eligible, engines, features, snapshot)}
+
+    def prediction(self, mode: str, features: RequestFeatures, snapshot: Snapshot) -> Prediction | None:
+        """Predicted cost of one mode, eligible or not; None where the profile has none: for corrections."""
+        known = self._coefficients.get(mode)
+        if known is None or known.mode.engine not in snapshot.engines:
+            return None
+        return predict([known], engine_loads(features, snapshot, self._interference), features, snapshot)[0]
 
     def _predict(
         self,

@@ -252,3 +252,17 @@ def test_exploration_reaches_every_mode(
     decide = decider(modes, profile, exploration_rate=0.1)
     drawn = {decide(features(draw=number / 1000), snapshot()).mode for number in range(100)}
     assert drawn == {mode.name for mode in modes}
+
+
+def test_one_mode_is_predicted_as_among_all_even_where_it_is_not_eligible(
+    modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make
+) -> None:
+    policy = CostPolicy(modes, RoutingSettings(), profile)
+    live = snapshot(gptq={"in_flight": 3, "pending_output_tokens": 90}, fp16={"in_flight": 1})
+    for name, found in policy.predictions(features(), live).items():
+        assert policy.prediction(name, features(), live) == found
+    full = snapshot(gptq={"in_flight": 256})
+    assert "gptq" not in policy.predictions(features(), full)
+    assert policy.prediction("gptq", features(), full) is not None
+    assert policy.prediction("none", features(), live) is None
+    assert CostPolicy(modes, RoutingSettings()).prediction("gptq", features(), live) is None
