@@ -35,11 +35,16 @@ class OnnxPredictor:
 
         Raises:
             OSError: the file cannot be read.
-            PredictorRefused: it is no model, or not one that `train` wrote.
+            PredictorRefused: it is no model, or not one that `train` wrote, or ONNX Runtime is not installed.
         """
         content = path.read_bytes()
         # Imported here: a controller without a trained model does without the runtime.
-        import onnxruntime
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise PredictorRefused(
+                f"onnxruntime cannot be imported ({error}): pip install 'modeswitch[learned]'."
+            ) from error
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1

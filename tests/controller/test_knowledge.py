@@ -1,6 +1,7 @@
 """Files that policies decide by: taken when they fit, refused with the reason when they do not."""
 
 import json
+import sys
 
 import pytest
 
@@ -74,6 +75,15 @@ def test_the_operator_may_vouch_for_the_hardware(tmp_path):
     file = tmp_path / "profile.json"
     file.write_text(json.dumps(profile_content(hardware="other")))
     assert read(str(file), hardware="other").profile is not None
+
+
+def test_without_the_runtime_a_trained_model_is_refused_and_the_profile_is_taken(profile, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    found = read(str(profile), trained_model=profile)
+    assert (found.profile.version, found.predictor) == ("p1", None)
+    (why,) = found.refused
+    assert "cannot be used" in why
+    assert "pip install 'modeswitch[learned]'" in why
 
 
 def test_a_trained_model_that_is_none_is_refused(tmp_path):
