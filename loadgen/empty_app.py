@@ -4,7 +4,6 @@ from ray import serve
 from starlette.requests import Request
 
 
-@serve.deployment(ray_actor_options={"num_cpus": 0})
 class Empty:
     """Lists no models."""
 
@@ -12,4 +11,4 @@ class Empty:
         return {"object": "list", "data": []}
 
 
-application = Empty.bind()
+application = serve.deployment(Empty, ray_actor_options={"num_cpus": 0}).bind()
