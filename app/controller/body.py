@@ -18,6 +18,8 @@ from app.controller.errors import ApiError, invalid
 from app.wire import INCLUDABLE, Endpoint
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+_MAX_DEPTH = 100
+"""Lists and objects within one another. JSON schemas of tools need a few dozen; Python reads no more than hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ async def read_request(request: Request, endpoint: Endpoint, max_body_bytes: int
     """Parse and check a request.
 
     Raises:
-        ApiError: 400 for what is not JSON or has wrong types, 413 above `max_body_bytes`.
+        ApiError: 400 for what is not JSON, is nested too deeply or has wrong types, 413 above `max_body_bytes`.
     """
     try:
         body = json.loads(await _read(request, max_body_bytes))
@@ -47,6 +49,7 @@ async def read_request(request: Request, endpoint: Endpoint, max_body_bytes: int
         raise invalid("the body is not valid JSON", code="invalid_json") from None
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
+    _check_depth(body)
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise invalid("model must be a string", "model")
@@ -66,6 +69,21 @@ async def read_request(request: Request, endpoint: Endpoint, max_body_bytes: int
         include=_include(request),
         headers=request.headers,
     )
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    """Refuse what others, here and in the engine, would read by recursion until they fail."""
+    level: list[Any] = [body]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            item
+            for value in level
+            for item in (value.values() if isinstance(value, dict) else value)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise invalid(f"the body is nested more than {_MAX_DEPTH} levels deep", code="nested_too_deeply")
 
 
 def _check_prompt(body: dict[str, Any], endpoint: Endpoint) -> None:

@@ -92,9 +92,20 @@ def test_a_mode_that_is_not_ready_says_what_it_waits_for(client, service):
     assert "ValueError: too little memory" in error_of(answer)["message"]
 
 
+
+
+def nested(place):
+    """A body that parses, with something in it that recursion would fail on."""
+    body = json.dumps({**HELLO, **place}).encode()
+    return dict(content=body.replace(b'"deeply"', b"[" * 600 + b"]" * 600))
+
+
 BAD = {
     "not JSON": (dict(content=b"{"), 400, "invalid_json"),
     "deep JSON": (dict(content=b"[" * 5000), 400, "invalid_json"),
+    "deep content": (nested({"messages": [{"role": "user", "content": "deeply"}]}), 400, "nested_too_deeply"),
+    "deep metadata": (nested({"metadata": {"a": "deeply"}}), 400, "nested_too_deeply"),
+    "deep tools": (nested({"tools": [{"function": "deeply"}]}), 400, "nested_too_deeply"),
     "not UTF-8": (dict(content=b'{"model": "\xff"}'), 400, "invalid_json"),
     "no object": (dict(json=[1]), 400, None),
     "no messages": (dict(json={"model": "auto"}), 400, None),
