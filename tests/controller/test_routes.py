@@ -92,8 +92,6 @@ def test_a_mode_that_is_not_ready_says_what_it_waits_for(client, service):
     assert "ValueError: too little memory" in error_of(answer)["message"]
 
 
-
-
 def nested(place):
     """A body that parses, with something in it that recursion would fail on."""
     body = json.dumps({**HELLO, **place}).encode()
@@ -107,6 +105,10 @@ BAD = {
     "deep metadata": (nested({"metadata": {"a": "deeply"}}), 400, "nested_too_deeply"),
     "deep tools": (nested({"tools": [{"function": "deeply"}]}), 400, "nested_too_deeply"),
     "not UTF-8": (dict(content=b'{"model": "\xff"}'), 400, "invalid_json"),
+    "NaN": (dict(content=b'{"temperature": NaN, ' + json.dumps(HELLO).encode()[1:]), 400, "invalid_json"),
+    "-Infinity": (dict(content=b'{"seed": [-Infinity], ' + json.dumps(HELLO).encode()[1:]), 400, "invalid_json"),
+    "half a character": (dict(content=json.dumps({"model": "\ud83d", **HELLO})), 400, "invalid_json"),
+    "half in bytes": (dict(content=b'{"model": "\xed\xa0\xbd", "messages": []}'), 400, "invalid_json"),
     "no object": (dict(json=[1]), 400, None),
     "no messages": (dict(json={"model": "auto"}), 400, None),
     "messages of a wrong type": (dict(json={"messages": "hi"}), 400, None),
@@ -200,6 +202,14 @@ def test_prefix_caches_are_reset_on_every_ready_engine(client, service):
     assert json.loads(client.post("/admin/reset_prefix_cache").text) == {
         "reset": {"fp16": True, "int8": True, "speculative": True}
     }
+
+
+def test_escaped_characters_of_two_halves_are_fine(client, engines):
+    client.post(
+        CHAT,
+        content=b'{"model": "smollm2-135m-instruct:int8", "messages": [{"role": "user", "content": "\\uD83d\\ude00"}]}',
+    )
+    assert engines["int8"].calls[0].body["messages"][0]["content"] == "\U0001f600"
 
 
 def test_completions_need_a_prompt(client):
