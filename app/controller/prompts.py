@@ -6,41 +6,49 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
-from app.controller.tokens import Uncountable
+from app.controller.tokens import Uncountable, prompts_of
 from app.routing.prefix_index import PromptChain, text_chain, token_chain
 from app.routing.token_estimate import TokenEstimator
 from app.wire import Endpoint
 
 _COUNT_INLINE_BELOW_CHARS = 20_000
 """A longer prompt takes several milliseconds to tokenise: in a thread, so that other streams go on."""
+T = TypeVar("T")
 
 
 class Tokenizes(Protocol):
     """What is needed of `app.controller.tokens.TokenCounter`."""
 
-    def count(self, endpoint: Endpoint, body: Mapping[str, Any]) -> int: ...
+    def count(self, body: Mapping[str, Any]) -> list[int]: ...
     def render(self, body: Mapping[str, Any]) -> str: ...
     def count_text(self, text: str, body: Mapping[str, Any]) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request's prompt. `text` is as the model reads it where that is known, and is not kept after the request."""
+    """A request's prompt, or prompts: a completion may bring a list, which is answered as a whole."""
 
     text: str
+    """As the model reads it where that is known; not kept after the request. Empty where it tells no tokens."""
     instruction: str
     """The last thing the user said: what the kind of work is told from."""
-    tokens: int
+    counts: tuple[int, ...]
+    """Tokens of each prompt, as many as the engine keeps."""
     exact: bool
     chain: PromptChain
     conversation: str | None
     """A hash that names the conversation, for chats."""
     continues: bool
     """An earlier turn of the conversation was answered."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts together: the answer is complete when the last is computed, so this is its prefill."""
+        return max(1, sum(self.counts))
 
 
 class PromptReader:
@@ -49,18 +57,26 @@ class PromptReader:
     Args:
         exact_below_chars: the largest prompt that is tokenised; a larger one is estimated, and its estimate corrected
             by what the engine counts in the end.
+        max_model_len: tokens of a prompt and its output together.
     """
 
-    def __init__(self, tokenizer: Tokenizes | None, exact_below_chars: int) -> None:
+    def __init__(self, tokenizer: Tokenizes | None, exact_below_chars: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._exact_below_chars = exact_below_chars
+        self._max_model_len = max_model_len
         self._estimator = TokenEstimator()
 
     async def read(self, endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
         """The prompt of a request whose body was checked by `read_request`."""
-        if endpoint is Endpoint.CHAT:
-            return await self._read_chat(body)
-        return await self._read_completion(body)
+        prompt = await (self._read_chat(body) if endpoint is Endpoint.CHAT else self._read_completion(body))
+        kept_tokens = body.get("truncate_prompt_tokens")
+        if not isinstance(kept_tokens, int) or kept_tokens < -1:
+            return prompt
+        # -1 keeps what leaves room for an output, give or take one: it depends on what output was asked for.
+        exact = prompt.exact and kept_tokens >= 0
+        most = kept_tokens if kept_tokens >= 0 else self._max_model_len - 1
+        # What is left of the text would have fewer tokens, and teaches nothing of characters per token.
+        return replace(prompt, text="", counts=tuple(min(count, most) for count in prompt.counts), exact=exact)
 
     def counted(self, prompt: Prompt, prompt_tokens: int) -> None:
         """The engine's count of a prompt that was estimated."""
@@ -78,7 +94,7 @@ class PromptReader:
         return Prompt(
             text,
             _text_of(users[-1:]),
-            max(1, tokens),
+            (tokens,),
             exact,
             text_chain(text, str(body.get("cache_salt") or "")),
             _conversation(messages),
@@ -88,15 +104,16 @@ class PromptReader:
     async def _read_completion(self, body: Mapping[str, Any]) -> Prompt:
         prompt, salt = body.get("prompt"), str(body.get("cache_salt") or "")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            return Prompt("", "", len(prompt), True, token_chain(prompt, salt), None, False)
-        text = prompt if isinstance(prompt, str) else _text_of(prompt)
-        tokens, exact = self._estimator.estimate(text), False
+            return Prompt("", "", (len(prompt),), True, token_chain(prompt, salt), None, False)
+        texts = [_text_of(one) for one in prompts_of(body)]
+        text = "\n".join(texts)
+        counts, exact = [self._estimator.estimate(one) for one in texts], False
         if self._tokenizer is not None and len(text) < self._exact_below_chars:
             with contextlib.suppress(Uncountable):
-                tokens, exact = await self._in_time(len(text), self._tokenizer.count, Endpoint.COMPLETION, body), True
+                counts, exact = await self._in_time(len(text), self._tokenizer.count, body), True
         if exact and isinstance(prompt, str):
-            self._estimator.observe(text, tokens)
-        return Prompt(text, text, max(1, tokens), exact, text_chain(text, salt), None, False)
+            self._estimator.observe(text, counts[0])
+        return Prompt(text, text, tuple(counts), exact, text_chain(text, salt), None, False)
 
     async def _count(self, text: str, body: Mapping[str, Any]) -> tuple[int, bool]:
         if self._tokenizer is None or len(text) >= self._exact_below_chars:
@@ -105,10 +122,10 @@ class PromptReader:
         self._estimator.observe(text, tokens)
         return tokens, True
 
-    async def _in_time(self, chars: int, count: Any, *args: Any) -> int:
+    async def _in_time(self, chars: int, count: Callable[..., T], *args: Any) -> T:
         if chars < _COUNT_INLINE_BELOW_CHARS:
-            return int(count(*args))
-        return int(await asyncio.to_thread(count, *args))
+            return count(*args)
+        return await asyncio.to_thread(count, *args)
 
 
 def _conversation(messages: list[dict[str, Any]]) -> str:

@@ -30,7 +30,7 @@ from app.routing.admission import retry_after_s
 from app.routing.decision import Decision, Refusal
 from app.routing.queue_share import has_its_share
 from app.telemetry import Telemetry
-from app.wire import Call, Reply, Started, Usage
+from app.wire import Call, Endpoint, Reply, Started, Usage
 
 log = logging.getLogger("ray.serve")
 _ENDED = {ENGINE_LOST: "failed", "deadline_exceeded": "deadline"}
@@ -78,7 +78,7 @@ class Service:
         self.tenants = tenants
         self.settings_error: str | None = None
         """Why the last change of live settings was not taken."""
-        self._prompts = PromptReader(tokenizer, settings.controller.exact_below_chars)
+        self._prompts = PromptReader(tokenizer, settings.controller.exact_below_chars, settings.model.max_model_len)
         self._records = records
         self._telemetry = telemetry
         self._engine_of = {name: choice.link.name for name, choice in self.table.modes.items()}
@@ -328,13 +328,16 @@ class Service:
 
     def _refuse_overlong(self, ticket: Ticket) -> None:
         prompt, limit = ticket.prompt, self.settings.model.max_model_len
-        # An estimate refuses nothing: the engine counts.
-        if prompt is not None and prompt.exact and prompt.tokens >= limit:
+        # An estimate refuses nothing: the engine counts, and what it truncates is its own matter.
+        truncated = ticket.incoming.body.get("truncate_prompt_tokens") is not None
+        if prompt is None or not prompt.exact or truncated:
+            return
+        if (longest := max(prompt.counts)) >= limit:
             raise ApiError(
                 400,
-                f"this model's maximum context length is {limit} tokens, and the prompt has {prompt.tokens}",
+                f"this model's maximum context length is {limit} tokens, and the prompt has {longest}",
                 code="context_length_exceeded",
-                param="messages",
+                param="messages" if ticket.incoming.endpoint is Endpoint.CHAT else "prompt",
             )
 
     def _deadline_s(self, ticket: Ticket, asked: Asked) -> float | None:

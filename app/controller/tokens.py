@@ -17,8 +17,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from app.wire import Endpoint
-
 
 class Uncountable(ValueError):
     """A prompt whose tokens cannot be counted here; the engine decides what it is worth."""
@@ -32,6 +30,13 @@ class _Generation(Extension):
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def prompts_of(body: Mapping[str, Any]) -> list[Any]:
+    """A completion's prompts: one text, one list of token ids, or a list of either."""
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return prompt if several else [prompt]
 
 
 class TokenCounter:
@@ -50,15 +55,14 @@ class TokenCounter:
         source = chat_template or _chat_template(folder, config)
         self._template = _environment().from_string(source) if source else None
 
-    def count(self, endpoint: Endpoint, body: Mapping[str, Any]) -> int:
-        """Prompt tokens of a request, over all its prompts.
+    def count(self, body: Mapping[str, Any]) -> list[int]:
+        """Tokens of each of a completion's prompts.
 
         Raises:
-            Uncountable: not text, or the chat template refuses it.
+            Uncountable: one is neither text nor token ids.
         """
-        if endpoint is Endpoint.COMPLETION:
-            return self._count_prompt(body.get("prompt"), bool(body.get("add_special_tokens", True)))
-        return self.count_text(self.render(body), body)
+        add_special_tokens = bool(body.get("add_special_tokens", True))
+        return [self._count_prompt(prompt, add_special_tokens) for prompt in prompts_of(body)]
 
     def count_text(self, text: str, body: Mapping[str, Any]) -> int:
         """Tokens of a rendered chat."""
@@ -93,8 +97,6 @@ class TokenCounter:
                 return len(self.encode(prompt, add_special_tokens))
             case [int(), *_]:
                 return len(prompt)
-            case [_, *_]:
-                return sum(self._count_prompt(part, add_special_tokens) for part in prompt)
         raise Uncountable("the prompt is neither text nor token ids")
 
 

@@ -12,6 +12,7 @@ from app.controller.knowledge import Knowledge
 from app.controller.links import EngineLink
 from app.controller.service import Service
 from app.controller.tenants import Keys, Tenants
+from app.controller.tokens import prompts_of
 from app.energy.queries import TimeRange
 from app.telemetry import NoTelemetry
 from app.wire import ChannelMessage, Endpoint, EngineState, EngineStatus, Frames, Reply, Started, Usage
@@ -107,8 +108,8 @@ class _Response:
 class CountsWords:
     """A tokenizer of one token per word."""
 
-    def count(self, endpoint, body):
-        return len(json.dumps(body.get("messages") or body.get("prompt")).split())
+    def count(self, body):
+        return [len(prompt.split()) for prompt in prompts_of(body)]
 
     def render(self, body):
         return json.dumps(body["messages"])

@@ -5,15 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.controller.prompts import PromptReader
-from app.controller.tokens import Uncountable
+from app.controller.tokens import Uncountable, prompts_of
 from app.wire import Endpoint
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 class Words:
-    def count(self, endpoint, body):
-        return len(body["prompt"].split())
+    def count(self, body):
+        if any(not isinstance(prompt, str) for prompt in prompts_of(body)):
+            raise Uncountable("not text")
+        return [len(prompt.split()) for prompt in prompts_of(body)]
 
     def render(self, body):
         if any(not isinstance(message.get("content"), str) for message in body["messages"]):
@@ -26,7 +28,7 @@ class Words:
 
 @pytest.fixture
 def reader():
-    return PromptReader(Words(), exact_below_chars=1000)
+    return PromptReader(Words(), 1000, 8192)
 
 
 def user(text):
@@ -64,7 +66,7 @@ async def test_what_cannot_be_rendered_is_estimated(reader):
 
 
 async def test_without_a_tokenizer_everything_is_estimated():
-    prompt = await chat(PromptReader(None, 1000), user("one two three"))
+    prompt = await chat(PromptReader(None, 1000, 8192), user("one two three"))
     assert (prompt.exact, prompt.tokens > 0) == (False, True)
 
 
@@ -77,18 +79,36 @@ async def test_a_conversation_keeps_its_name_over_its_turns(reader):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "tokens", "exact"), [("a b c", 3, True), ([1, 2, 3, 4], 4, True), (["a b", "c"], None, False)]
+    ("prompt", "counts", "exact"),
+    [("a b c", (3,), True), ([1, 2, 3, 4], (4,), True), (["a b", "c"], (2, 1), True), ([], (0,), False)],
 )
-async def test_completions_of_every_kind(prompt, tokens, exact):
-    class Counts(Words):
-        def count(self, endpoint, body):
-            if isinstance(body["prompt"], list):
-                raise Uncountable("several")
-            return super().count(endpoint, body)
+async def test_completions_of_every_kind(reader, prompt, counts, exact):
+    read = await reader.read(Endpoint.COMPLETION, {"prompt": prompt})
+    assert (read.counts, read.exact, read.tokens) == (counts, exact, max(1, sum(counts)))
 
-    read = await PromptReader(Counts(), 1000).read(Endpoint.COMPLETION, {"prompt": prompt})
-    assert read.exact is exact
-    assert tokens is None or read.tokens == tokens
+
+async def test_several_prompts_that_cannot_be_counted_are_estimated_one_by_one(reader):
+    read = await reader.read(Endpoint.COMPLETION, {"prompt": ["word " * 8, {"no": "text"}, "word " * 40]})
+    assert not read.exact
+    assert read.counts[0] < read.counts[2] <= read.tokens
+    assert len(read.counts) == 3
+
+
+@pytest.mark.parametrize(
+    ("kept", "counts", "exact"),
+    [(2, (2, 1), True), (50, (3, 1), True), (0, (0, 0), True), (-1, (3, 1), False), ("2", (3, 1), True)],
+)
+async def test_what_the_engine_cuts_off_does_not_count(reader, kept, counts, exact):
+    body = {"prompt": ["a b c", "d"], "truncate_prompt_tokens": kept}
+    read = await reader.read(Endpoint.COMPLETION, body)
+    assert (read.counts, read.exact) == (counts, exact)
+
+
+async def test_a_prompt_that_was_cut_teaches_nothing_of_characters_per_token(reader):
+    before = await chat(reader, user("word " * 1000))
+    cut = await chat(reader, user("word " * 1000), truncate_prompt_tokens=-1)
+    reader.counted(cut, 7)
+    assert (await chat(reader, user("word " * 1000))).tokens == before.tokens
 
 
 async def test_prompts_with_different_salts_share_nothing(reader):
@@ -102,5 +122,5 @@ async def test_prompts_with_different_salts_share_nothing(reader):
 def test_any_content_is_read_without_a_fault(content):
     import asyncio
 
-    prompt = asyncio.run(chat(PromptReader(None, 100), {"role": "user", "content": content}))
+    prompt = asyncio.run(chat(PromptReader(None, 100, 8192), {"role": "user", "content": content}))
     assert prompt.tokens >= 1

@@ -204,6 +204,28 @@ def test_prefix_caches_are_reset_on_every_ready_engine(client, service):
     }
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a " * 100}]}, "messages"),
+        ("/v1/completions", {"prompt": "a " * 100}, "prompt"),
+        ("/v1/completions", {"prompt": ["b", "a " * 100]}, "prompt"),
+    ],
+)
+def test_a_prompt_beyond_the_context_is_refused_by_its_name(client, path, body, param):
+    answer = client.post(path, json=body)
+    error = error_of(answer)
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert client.post(path, json={**body, "truncate_prompt_tokens": 50}).status_code == 200
+    assert client.post(path, json={**body, "truncate_prompt_tokens": -1}).status_code == 200
+
+
+def test_prompts_that_fit_one_by_one_are_served_together(client):
+    answer = client.post("/v1/completions", json={"prompt": ["a " * 60] * 4})
+    assert answer.status_code == 200
+    assert answer.headers["x-modeswitch-prompt-tokens"] == "240"
+
+
 def test_escaped_characters_of_two_halves_are_fine(client, engines):
     client.post(
         CHAT,
