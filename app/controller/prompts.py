@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from app.controller.tokens import Uncountable, prompts_of
+from app.controller.wishes import choices_of
 from app.routing.prefix_index import PromptChain, text_chain, token_chain
 from app.routing.token_estimate import TokenEstimator
 from app.wire import Endpoint
@@ -38,6 +39,8 @@ class Prompt:
     """The last thing the user said: what the kind of work is told from."""
     counts: tuple[int, ...]
     """Tokens of each prompt, as many as the engine keeps."""
+    choices: int
+    """Answers that each prompt is to get."""
     exact: bool
     chain: PromptChain
     conversation: str | None
@@ -49,6 +52,11 @@ class Prompt:
     def tokens(self) -> int:
         """Of all prompts together: the answer is complete when the last is computed, so this is its prefill."""
         return max(1, sum(self.counts))
+
+    @property
+    def sequences(self) -> int:
+        """What the engine decodes for it in one batch."""
+        return self.choices * len(self.counts)
 
 
 class PromptReader:
@@ -95,6 +103,7 @@ class PromptReader:
             text,
             _text_of(users[-1:]),
             (tokens,),
+            choices_of(body),
             exact,
             text_chain(text, str(body.get("cache_salt") or "")),
             _conversation(messages),
@@ -102,9 +111,9 @@ class PromptReader:
         )
 
     async def _read_completion(self, body: Mapping[str, Any]) -> Prompt:
-        prompt, salt = body.get("prompt"), str(body.get("cache_salt") or "")
+        prompt, salt, choices = body.get("prompt"), str(body.get("cache_salt") or ""), choices_of(body)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            return Prompt("", "", (len(prompt),), True, token_chain(prompt, salt), None, False)
+            return Prompt("", "", (len(prompt),), choices, True, token_chain(prompt, salt), None, False)
         texts = [_text_of(one) for one in prompts_of(body)]
         text = "\n".join(texts)
         counts, exact = [self._estimator.estimate(one) for one in texts], False
@@ -113,7 +122,7 @@ class PromptReader:
                 counts, exact = await self._in_time(len(text), self._tokenizer.count, body), True
         if exact and isinstance(prompt, str):
             self._estimator.observe(text, counts[0])
-        return Prompt(text, text, tuple(counts), exact, text_chain(text, salt), None, False)
+        return Prompt(text, text, tuple(counts), choices, exact, text_chain(text, salt), None, False)
 
     async def _count(self, text: str, body: Mapping[str, Any]) -> tuple[int, bool]:
         if self._tokenizer is None or len(text) >= self._exact_below_chars:

@@ -105,9 +105,9 @@ class Router:
         )
 
     def expected_output_tokens(self, prompt: Prompt, max_tokens: int | None, label: str | None) -> int:
-        """What a request will probably produce: for a reservation, before it is decided where it goes."""
+        """What a request will probably produce in all: for a reservation, before it is decided where it goes."""
         tag = tag_of(prompt.instruction, label).tag
-        return self._lengths.predict(tag, prompt_shape(prompt.tokens), max_tokens).tokens
+        return prompt.sequences * self._lengths.predict(tag, prompt_shape(prompt.tokens), max_tokens).tokens
 
     def decide(
         self,
@@ -155,6 +155,7 @@ class Router:
             snapshot=snapshot,
             predictor=self._lengths,
             settings=self.live.routing,
+            sequences=prompt.sequences,
             max_tokens=max_tokens,
             label=label,
             seen_tokens=self._prefixes.seen_tokens(prompt.chain, prompt.tokens),
@@ -193,7 +194,8 @@ class Router:
         if usage is None or not usage.output_tokens:
             return None
         now_s = time.monotonic()
-        self._lengths.observe(features.tag, features.prompt_shape, features.max_tokens, usage.output_tokens, now_s)
+        each_tokens = round(usage.output_tokens / features.sequences)
+        self._lengths.observe(features.tag, features.prompt_shape, features.max_tokens, each_tokens, now_s)
         if self._by_name[decision.mode].speculative:
             self._acceptance.observe(decision.mode, features.tag, usage.output_tokens, usage.accepted_tokens)
         return self._correct(ticket, plan, decision, usage, now_s)
@@ -210,7 +212,8 @@ class Router:
         if terms is None:
             return None
         steps_expected = max(1, features.expected_output_tokens - 1)
-        decode_ms = terms.decode_ms * (usage.output_tokens - 1) / steps_expected
+        steps = max(0.0, usage.output_tokens / features.sequences - 1)
+        decode_ms = terms.decode_ms * steps / steps_expected
         own_ms = terms.prefill_ms + terms.decode_ms
         slowdown = terms.interference_ms / own_ms if own_ms else 0.0
         predicted_ms = (terms.prefill_ms + decode_ms) * (1.0 + slowdown)

@@ -320,8 +320,9 @@ class Service:
         if usage.first_token_ms is not None and usage.last_token_ms is not None:
             before_ms = (ticket.dispatched_s - ticket.arrived_s) * 1e3
             observe("modeswitch_first_token_ms", before_ms + usage.first_token_ms, mode)
-            if usage.output_tokens > 1:
-                token_ms = (usage.last_token_ms - usage.first_token_ms) / (usage.output_tokens - 1)
+            assert ticket.prompt is not None
+            if (later_tokens := usage.output_tokens / ticket.prompt.sequences - 1) > 0:
+                token_ms = (usage.last_token_ms - usage.first_token_ms) / later_tokens
                 observe("modeswitch_token_ms", token_ms, mode)
         if ratio is not None:
             observe("modeswitch_predicted_ratio", ratio, mode)

@@ -10,6 +10,8 @@ from typing import Any
 from app.controller.errors import invalid
 from app.routing.features import Objective, Quality, Wishes
 
+_MOST = 10**9
+"""Larger counts are taken for this, since arithmetic with them ends somewhere."""
 _OBJECTIVES = ", ".join(objective.value for objective in Objective)
 
 
@@ -74,10 +76,19 @@ def _number(text: str | None, name: str) -> float | None:
 
 
 def max_tokens_of(body: Mapping[str, Any]) -> int | None:
-    """The request's own limit of output tokens, of all its choices; None where it sets none."""
+    """The request's own limit of output tokens of each of its choices; None where it sets none."""
     for name in ("max_completion_tokens", "max_tokens"):
-        limit = body.get(name)
-        if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
-            samples = body.get("n")
-            return limit * (samples if isinstance(samples, int) and samples > 1 else 1)
+        if (limit := _count(body.get(name))) is not None:
+            return limit
     return None
+
+
+def choices_of(body: Mapping[str, Any]) -> int:
+    """How many answers each prompt is to get."""
+    return _count(body.get("n")) or 1
+
+
+def _count(value: Any) -> int | None:
+    """A whole number above 0; the engine refuses anything else, and what is beyond all sense."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return min(value, _MOST) if is_count else None

@@ -81,8 +81,12 @@ class RequestFeatures(JsonRecord, frozen=True, kw_only=True):
     prompt_exact: bool = True
     """False: `prompt_tokens` is an estimate from characters."""
     expected_output_tokens: int
+    """Of each sequence."""
+    sequences: int = 1
+    """Decoded together for it: its choices (`n`) of each of its prompts."""
     output_source: OutputSource = OutputSource.PREDICTED
     max_tokens: int | None = None
+    """Of each sequence."""
     cached_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Prompt tokens expected in each engine's prefix cache."""
     seen_tokens: int = 0
@@ -121,6 +125,7 @@ def measure(
     predictor: OutputLengthPredictor,
     settings: RoutingSettings,
     prompt_exact: bool = True,
+    sequences: int = 1,
     max_tokens: int | None = None,
     label: str | None = None,
     seen_tokens: int = 0,
@@ -149,6 +154,7 @@ def measure(
         prompt_tokens=prompt_tokens,
         prompt_exact=prompt_exact,
         expected_output_tokens=expected.tokens,
+        sequences=sequences,
         output_source=expected.source,
         max_tokens=max_tokens,
         cached_tokens=cached_tokens or {},

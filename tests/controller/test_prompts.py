@@ -87,6 +87,11 @@ async def test_completions_of_every_kind(reader, prompt, counts, exact):
     assert (read.counts, read.exact, read.tokens) == (counts, exact, max(1, sum(counts)))
 
 
+async def test_every_choice_of_every_prompt_is_a_sequence(reader):
+    assert (await chat(reader, user("hi"), n=3)).sequences == 3
+    assert (await reader.read(Endpoint.COMPLETION, {"prompt": ["a b", "c"], "n": 4})).sequences == 8
+
+
 async def test_several_prompts_that_cannot_be_counted_are_estimated_one_by_one(reader):
     read = await reader.read(Endpoint.COMPLETION, {"prompt": ["word " * 8, {"no": "text"}, "word " * 40]})
     assert not read.exact

@@ -137,6 +137,31 @@ def test_expected_output_is_what_such_requests_produced_and_not_their_limit(chat
     assert call.decision["features"]["output_source"] == "predicted"
 
 
+def test_choices_are_decoded_together_and_budgeted_one_by_one(chat, service, engines, usage):
+    alone, together = (float(chat(max_tokens=64, n=n).headers["x-modeswitch-predicted-ms"]) for n in (1, 8))
+    assert alone < together < 2 * alone
+    for engine in engines.values():
+        engine.answer = Reply(200, b"{}", usage(output_tokens=8 * 40))
+    for _ in range(5):
+        chat(max_tokens=500, n=8)
+    chat(max_tokens=500, n=8, headers={"x-modeswitch-include": "decision"})
+    (call,) = [call for engine in engines.values() for call in engine.calls if call.decision]
+    features = call.decision["features"]
+    assert (features["expected_output_tokens"], features["sequences"]) == (40, 8)
+
+
+async def test_the_tokens_of_all_choices_are_reserved(service, incoming):
+    service.change(load_live(service.router.live, {"tenants": {"default": {"tokens_per_s": 1, "burst_tokens": 100}}}))
+    await service.answer(incoming(max_tokens=20, n=4))
+    with pytest.raises(ApiError) as refused:
+        await service.answer(incoming(max_tokens=40, n=4))
+    assert refused.value.code == "token_budget_exhausted"
+
+
+def test_counts_beyond_all_sense_are_left_to_the_engine(chat):
+    chat(max_tokens=10**400, n=10**400)
+
+
 def test_a_slower_mode_than_predicted_is_corrected_within_bounds(chat, service, engines, usage):
     engines["gptq"].answer = Reply(200, b"{}", usage(output_tokens=64, queued_ms=0.0, last_token_ms=60_000.0))
     modes = [chat(max_tokens=64).headers["x-modeswitch-mode"] for _ in range(12)]

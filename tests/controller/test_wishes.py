@@ -3,7 +3,7 @@
 import pytest
 
 from app.controller.errors import ApiError
-from app.controller.wishes import max_tokens_of, read_asked
+from app.controller.wishes import choices_of, max_tokens_of, read_asked
 from app.routing.features import Objective, Quality
 
 
@@ -57,12 +57,17 @@ def test_metadata_of_other_shapes_is_ignored(metadata):
         ({}, None),
         ({"max_tokens": 5}, 5),
         ({"max_tokens": 5, "max_completion_tokens": 7}, 7),
-        ({"max_tokens": 5, "n": 3}, 15),
+        ({"max_tokens": 5, "n": 3}, 5),
+        ({"max_tokens": 10**400}, 10**9),
         ({"max_tokens": "5"}, None),
         ({"max_tokens": True}, None),
         ({"max_tokens": -1}, None),
-        ({"max_tokens": 5, "n": "many"}, 5),
     ],
 )
-def test_the_limit_of_output_tokens(body, limit):
+def test_the_limit_of_output_tokens_is_that_of_each_choice(body, limit):
     assert max_tokens_of(body) == limit
+
+
+@pytest.mark.parametrize(("n", "choices"), [(None, 1), (3, 3), ("many", 1), (0, 1), (True, 1), (10**400, 10**9)])
+def test_how_many_choices(n, choices):
+    assert choices_of({"n": n}) == choices

@@ -29,7 +29,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     asleep: bool
     """Not resident: to be woken first."""
     left_tokens: float
-    """Output tokens still to come per request there; 0 if unknown."""
+    """Output tokens still to come per sequence there; 0 if unknown."""
     slowdown: float
     """Share of time lost to the other active engines."""
     burden: float
@@ -51,9 +51,11 @@ def engine_loads(features: RequestFeatures, snapshot: Snapshot, interference: In
         left_tokens = 0.0
         most = view.max_running if view.max_running < MAX_BATCH else MAX_BATCH
         if load:
-            left_tokens = view.pending_output_tokens / load
+            # Both by the controller's count: the engine's has each sequence of a request.
+            left_tokens = view.pending_output_tokens / (view.in_flight or load)
             active.append((name, load if load < most else most))
         loads.append((name, view, load, most, left_tokens))
+    sequences = features.sequences
     found = {}
     for name, view, load, most, left_tokens in loads:
         slowdown = 0.0
@@ -65,12 +67,14 @@ def engine_loads(features: RequestFeatures, snapshot: Snapshot, interference: In
                     slowdown += of_this.get(other, 1.0) - 1.0
                     burden += running * (interference.get(other, _NOTHING).get(name, 1.0) - 1.0)
         full = load >= most
+        batch = load + sequences
         wait_share = 0.0
         if load:
-            if full:
-                wait_share = (load + 1 - most) / most
+            if batch > most:
+                wait_share = (batch - most) / most
             if view.kv_capacity_tokens and view.age_s <= stale_after_s:
-                tokens = features.prompt_tokens - features.cached_tokens.get(name, 0) + features.expected_output_tokens
+                tokens = features.prompt_tokens - features.cached_tokens.get(name, 0)
+                tokens += sequences * features.expected_output_tokens
                 overflow = view.kv_use + tokens / view.kv_capacity_tokens - 1.0
                 if overflow > 0.0:
                     wait_share += min(1.0, overflow)
@@ -78,7 +82,7 @@ def engine_loads(features: RequestFeatures, snapshot: Snapshot, interference: In
             view,
             load,
             most if full else load,
-            most if full else load + 1,
+            batch if batch < most else most,
             wait_share,
             view.residency is not _RESIDENT,
             left_tokens,

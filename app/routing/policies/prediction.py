@@ -35,6 +35,8 @@ class Prediction(msgspec.Struct, frozen=True):
     coefficients: ModeCoefficients
     uncached_tokens: int
     output_tokens: int
+    """Of each of its `sequences`."""
+    sequences: int
     batch: int
 
     def energy_j(self) -> float | None:
@@ -42,7 +44,8 @@ class Prediction(msgspec.Struct, frozen=True):
         known = self.coefficients
         if known.prefill_j is None or known.decode_j is None:
             return None
-        joules = known.prefill_j(self.uncached_tokens) + (self.output_tokens - 1) * known.decode_j[self.batch]
+        decoded_tokens = (self.output_tokens - 1) * self.sequences
+        joules = known.prefill_j(self.uncached_tokens) + decoded_tokens * known.decode_j[self.batch]
         return joules + (known.wake_j or 0.0) if self.wake_ms else joules
 
     def terms(self, score: float) -> CostTerms:
@@ -72,6 +75,7 @@ def predict(
     """
     prompt_tokens = features.prompt_tokens
     output_tokens = features.expected_output_tokens
+    sequences = features.sequences
     tag = ":" + features.tag
     cached_tokens = features.cached_tokens
     corrections = snapshot.corrections
@@ -102,7 +106,7 @@ def predict(
                 queue_ms += engine.wait_share * left_tokens * known.step_ms[batch]
             queue_ms *= 1.0 + engine.slowdown
             # Those in this batch wait for the prefill once, and make slower steps while both run.
-            growth_ms = known.step_growth_ms[batch]
+            growth_ms = known.step_growth_ms[batch] * sequences
             both_tokens = left_tokens if left_tokens < steps else steps
             longer_ms = growth_ms * both_tokens + prefill_ms
             others_ms = engine.running * longer_ms
@@ -130,6 +134,7 @@ def predict(
                 known,
                 uncached_tokens,
                 output_tokens,
+                sequences,
                 batch,
             )
         )

@@ -10,6 +10,7 @@ from app.routing.decision import Decision, Ineligible, LostBy, Outcome, Refusal
 from app.routing.features import Objective, Quality, RequestFeatures, Wishes
 from app.routing.mode_info import ModeInfo
 from app.routing.policies.cost import CostPolicy
+from app.routing.policies.engine_load import engine_loads
 from app.routing.profile import Profile, parse_profile
 from app.routing.settings import RoutingSettings
 from app.routing.snapshot import EngineView, Residency, Snapshot
@@ -100,6 +101,35 @@ def test_work_for_an_engine_that_runs_already_delays_the_other_engines_too(
     assert beside.others_ms - alone.others_ms >= 3 * 0.6 * 105.0
     assert beside.latency_ms == pytest.approx(1.6 * alone.latency_ms)
     assert terms(gptq=3).others_ms == pytest.approx(3 * 0.6 * (105.0 + 10 * 20.0))
+
+
+def test_sequences_of_one_request_are_decoded_in_one_batch(
+    modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make
+) -> None:
+    policy = CostPolicy(modes, RoutingSettings(), profile)
+
+    def fp16(sequences: int, **view: Any) -> Any:
+        asked = features(prompt_tokens=100, expected_output_tokens=101, sequences=sequences)
+        return policy.predictions(asked, snapshot(fp16=view))["fp16"]
+
+    one, eight = fp16(1), fp16(8)
+    assert (one.decode_ms, eight.decode_ms) == (100 * 20.0, pytest.approx(100 * 34.0))
+    assert eight.prefill_ms == one.prefill_ms
+    # A token in a batch of eight takes a quarter of the joules.
+    assert one.energy_j() - eight.energy_j() == pytest.approx(100 * 4.0 - 8 * 100 * 1.0)
+    # Eight that join make the steps of those who run longer by as many.
+    busy = {"in_flight": 1, "pending_output_tokens": 50}
+    assert fp16(7, **busy).others_ms - fp16(1, **busy).others_ms == pytest.approx(6 * 2.0 * 50)
+    # Where there is no place for all of them, some wait.
+    full = {**busy, "max_running": 4}
+    assert fp16(3, **full).queue_ms == 0.0
+    assert fp16(4, **full).queue_ms > 0.0
+
+
+def test_what_is_left_of_a_request_is_left_of_each_of_its_sequences(features: Make, snapshot: Make) -> None:
+    view = {"in_flight": 1, "running": 8, "max_running": 8, "pending_output_tokens": 50}
+    (load, *_) = engine_loads(features(), snapshot(fp16=view), {}).values()
+    assert (load.load, load.left_tokens) == (8, 50)
 
 
 def test_a_stale_report_of_load_is_not_believed(decide: Decide, features: Make, snapshot: Make) -> None:
