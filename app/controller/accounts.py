@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from app.controller.body import request_id_of
 from app.controller.errors import ApiError, invalid
 from app.energy.queries import BadRange, TimeRange, Totals
 
@@ -57,13 +58,15 @@ async def totals(meter: Accounts, query: Mapping[str, str]) -> dict[str, Any]:
 
 
 async def request(meter: Accounts, request_id: str, tenant: str | None = None) -> dict[str, Any]:
-    """A request's decision, outcome and joules; with a `tenant` only of its own requests.
+    """A request's decision, outcome and joules, by its name in the ledger or its client's name for it.
+
+    With a `tenant` only of its own requests.
 
     Raises:
         ApiError: 404 for an unknown id, 503 while the meter is out of reach.
     """
     try:
-        found = await meter.request(request_id)
+        found = await meter.request(request_id) or await meter.request(request_id_of(request_id))
     except Exception as error:
         raise _out_of_reach(error) from error
     if found is None or (tenant is not None and (found["record"] or {}).get("tenant") != tenant):

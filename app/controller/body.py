@@ -5,6 +5,7 @@ The engine's vLLM classes validate the full OpenAI body.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import uuid
@@ -17,7 +18,7 @@ from starlette.requests import Request
 from app.controller.errors import ApiError, invalid
 from app.wire import INCLUDABLE, Endpoint
 
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _MAX_DEPTH = 100
 """Lists and objects within one another. JSON schemas of tools need a few dozen; Python reads no more than hundreds."""
 
@@ -56,12 +57,11 @@ async def read_request(request: Request, endpoint: Endpoint, max_body_bytes: int
     if not isinstance(stream := body.get("stream") or False, bool):
         raise invalid("stream must be true or false", "stream")
     _check_prompt(body, endpoint)
-    given = request.headers.get("x-request-id", "")
-    # Fit for a log line and for the ledger, or it is ignored. Serve itself echoes the header.
-    named = bool(_REQUEST_ID.fullmatch(given))
+    # Serve gives one to a request without, reads it as UTF-8, and echoes it whatever it is.
+    given = request.headers.get("x-request-id", "").encode("latin-1").decode(errors="replace")
     return Incoming(
-        request_id=given if named else uuid.uuid4().hex,
-        named=named,
+        request_id=request_id_of(given) if given else uuid.uuid4().hex,
+        named=bool(given),
         endpoint=endpoint,
         model=model and model.strip(),
         stream=stream,
@@ -69,6 +69,11 @@ async def read_request(request: Request, endpoint: Endpoint, max_body_bytes: int
         include=_include(request),
         headers=request.headers,
     )
+
+
+def request_id_of(name: str) -> str:
+    """What a client calls its request, fit for a log line and the ledger: that itself, or a digest of it."""
+    return name if _REQUEST_ID.fullmatch(name) else hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
 def _parse(raw: bytes) -> Any:

@@ -77,7 +77,7 @@ def create_app(service: Service, meter: Accounts) -> Starlette:
             Route("/v1/models/{name:path}", guarded(one_model)),
             Route("/v1/modes", guarded(list_modes)),
             Route("/v1/energy", guarded(energy)),
-            Route("/v1/requests/{name}", one_request),
+            Route("/v1/requests/{name:path}", one_request),
             Route("/health", alive),
             Route("/health/ready", ready),
             Route("/admin/reset_prefix_cache", guarded(reset_prefix_cache), methods=["POST"]),
