@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from app.controller.links import EngineLink
 from app.routing.snapshot import EngineView, Residency, Snapshot
 from app.routing.traffic import Traffic
-from app.wire import EngineState
+from app.wire import EngineState, EngineStatus
 
 _RESIDENCY = {
     EngineState.QUEUED: Residency.STARTING,
@@ -45,6 +45,11 @@ def take_snapshot(
     )
 
 
+def residency(status: EngineStatus | None) -> Residency:
+    """Whether the model is on the device; an engine that is out of reach has failed."""
+    return Residency.FAILED if status is None else _RESIDENCY[status.state]
+
+
 def view(link: EngineLink, now_s: float, queue_limit: int) -> EngineView:
     """One engine. One that is out of reach is unhealthy and nothing more is known of it."""
     status, in_flight = link.status, link.in_flight
@@ -53,7 +58,7 @@ def view(link: EngineLink, now_s: float, queue_limit: int) -> EngineView:
             engine=link.name,
             epoch=link.epoch,
             healthy=False,
-            residency=Residency.FAILED,
+            residency=residency(status),
             in_flight=len(in_flight),
             queue_limit=queue_limit,
         )
@@ -62,7 +67,7 @@ def view(link: EngineLink, now_s: float, queue_limit: int) -> EngineView:
         engine=link.name,
         epoch=link.epoch,
         healthy=status.state is not EngineState.FAILED,
-        residency=_RESIDENCY[status.state],
+        residency=residency(status),
         in_flight=len(in_flight),
         max_running=status.max_running or _DEFAULT_MAX_RUNNING,
         queue_limit=queue_limit,

@@ -9,6 +9,7 @@ from typing import Any
 from app.controller.choice import Choice
 from app.controller.errors import ApiError
 from app.controller.links import EngineLink
+from app.controller.live_state import residency
 from app.controller.service import Service
 from app.modes import CATALOGUE
 
@@ -70,6 +71,7 @@ def _mode(service: Service, name: str, choice: Choice) -> dict[str, Any]:
         "paper_name": mode.paper_name,
         "engine": link.name,
         "state": link.state,
+        "residency": residency(link.status).value,
         "weights": link.spec.weights,
         "prefix_reuse": mode.prefix_reuse,
         "lossless": mode.lossless,
@@ -87,6 +89,7 @@ async def _engine(service: Service, link: EngineLink) -> dict[str, Any]:
         **(asdict(status) if status else {}),
         "name": link.name,
         "state": status.state if status else link.state,
+        "residency": residency(status).value,
         "modes": [mode.name for mode in link.spec.modes],
         "in_flight": len(link.in_flight),
     }

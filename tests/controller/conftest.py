@@ -30,6 +30,7 @@ class PlayedEngine:
     answer: object = None
     took: Usage | Exception | None = None
     """What an aborted request had taken, or why the engine cannot tell."""
+    status_error: Exception | None = None
 
     def options(self, **_):
         return self
@@ -81,6 +82,8 @@ class _Method:
         return True
 
     async def _status(self):
+        if self.engine.status_error is not None:
+            raise self.engine.status_error
         return EngineStatus(self.engine.name, EngineState.READY, pid=1, resident_bytes=5)
 
 

@@ -184,8 +184,18 @@ def test_modes_show_engine_state_and_memory(client, service):
     overview = client.get("/v1/modes").json()
     assert {mode["id"]: mode["engine"] for mode in overview["data"]}["int8_continuous_batching"] == "int8"
     assert {mode["id"]: mode["state"] for mode in overview["data"]}["int8"] == "starting"
+    assert {mode["id"]: mode["residency"] for mode in overview["data"]}["int8"] == "starting"
     assert overview["engines"][0]["resident_bytes"] == 5
+    assert overview["engines"][0]["residency"] == "resident"
     assert "awq" in {mode["id"] for mode in overview["not_served"]}
+
+
+def test_an_engine_out_of_reach_is_not_resident(client, service, engines):
+    service.links[1].status = None
+    engines["int8"].status_error = ConnectionError("gone")
+    overview = client.get("/v1/modes").json()
+    assert {mode["id"]: mode["residency"] for mode in overview["data"]}["int8"] == "failed"
+    assert {engine["name"]: engine["residency"] for engine in overview["engines"]}["int8"] == "failed"
 
 
 def test_ready_as_soon_as_one_engine_is(client, service):
