@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import math
 import os
 import time
 import uuid
@@ -38,6 +39,7 @@ log = logging.getLogger("ray.serve")
 _STATUS_EVERY_S = 0.5
 _HEARTBEAT_EVERY_S = 5.0
 _TELL_BUSY_EVERY_S = 0.2
+_READ_MEMORY_EVERY_S = 5.0
 _WAIT_FOR_ENERGY_S = 3.0
 """How long an answer waits for the last of its joules, when a client asks for them; then they are `partial`."""
 
@@ -70,6 +72,8 @@ class Engine:
         self._reaper: object = None
         self._llm: LLM | None = None
         self._processes: EngineProcesses | None = None
+        self._memory: dict[str, Any] = {}
+        self._memory_read_s = -math.inf
         self._progress: health.Progress | None = None
         # Serve constructs inside the replica's event loop.
         loop = asyncio.get_running_loop()
@@ -329,15 +333,22 @@ class Engine:
         return self._llm is not None and await self._llm.reset_prefix_cache()
 
     async def status(self) -> EngineStatus:
-        """The status now, with memory read for this call."""
+        """The status now, with memory as it was a few seconds ago at most."""
         if self._llm is None or self._processes is None:
             return self._status
-        resident, peak = await asyncio.to_thread(self._processes.memory_bytes)
-        changes = {**self._load_now(), "resident_bytes": resident}
+        if (now_s := time.monotonic()) - self._memory_read_s >= _READ_MEMORY_EVERY_S:
+            # Asked for every second, it would cost the engine: pages are counted one by one, and on a GPU the worker
+            # answers between two steps.
+            self._memory_read_s = now_s
+            self._memory = await self._read_memory(self._llm, self._processes)
+        return replace(self._status, **self._load_now(), **self._memory)
+
+    async def _read_memory(self, llm: LLM, processes: EngineProcesses) -> dict[str, Any]:
+        resident, peak = await asyncio.to_thread(processes.memory_bytes)
         if self._settings.platform == "cpu":
-            return replace(self._status, **changes, peak_memory_bytes=peak, memory_method="resident_set")
-        device_peak = (await self._llm.effective())["allocator_peak_bytes"]
-        return replace(self._status, **changes, peak_memory_bytes=device_peak, memory_method="device_allocator")
+            return {"resident_bytes": resident, "peak_memory_bytes": peak, "memory_method": "resident_set"}
+        peak = (await llm.effective())["allocator_peak_bytes"]
+        return {"resident_bytes": resident, "peak_memory_bytes": peak, "memory_method": "device_allocator"}
 
     # Health -----------------------------------------------------------------------------------------------------
 

@@ -2,21 +2,30 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from app.config import load_settings
+from app.engines import deployment
 from app.engines.deployment import Engine, EngineUnavailable
 from app.wire import Call, Endpoint, EngineState, Reply
 
 WITHIN_S = 2.0
+COUNTERS = (
+    "running waiting kv_cache_usage steps prompt_tokens generation_tokens prefix_queries_tokens prefix_hits_tokens "
+    "draft_tokens preemptions step_ms"
+).split()
 
 
 class PlayedModel:
     """Stands where the running engine stands; `frames` is what its generator does."""
 
+    has_work = True
+
     def __init__(self, frames, dead=False):
         self.frames, self.dead = frames, dead
+        self.counters = SimpleNamespace(**dict.fromkeys(COUNTERS, 0))
 
     async def respond(self, call, extra=None):
         return self.frames()
@@ -207,6 +216,18 @@ async def test_a_start_under_way_when_the_channel_changes_hands_is_told(engine):
     await asyncio.wait_for(anext(engine.channel()), WITHIN_S)
     with pytest.raises(EngineUnavailable):
         await asyncio.wait_for(starting, WITHIN_S)
+
+
+async def test_memory_is_not_read_for_every_call(engine, monkeypatch):
+    readings = iter([(5, 6), (7, 8)])
+    play(engine, None)
+    engine._processes = SimpleNamespace(memory_bytes=lambda: next(readings))
+    engine._llm.counters.running = 3
+    for _ in range(3):
+        status = await engine.status()
+        assert (status.resident_bytes, status.peak_memory_bytes, status.running) == (5, 6, 3)
+    monkeypatch.setattr(deployment, "_READ_MEMORY_EVERY_S", 0.0)
+    assert (await engine.status()).resident_bytes == 7
 
 
 async def test_an_engine_that_is_not_ready_refuses(engine):
