@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from app.routing.features import Objective, Quality, Wishes
 
 _MOST = 10**9
 """Larger counts are taken for this, since arithmetic with them ends somewhere."""
+_NUMBERS = frozenset({"deadline-ms", "latency-limit-ms", "energy-weight"})
 _OBJECTIVES = ", ".join(objective.value for objective in Objective)
 
 
@@ -38,6 +40,9 @@ def read_asked(headers: Mapping[str, str], metadata: Any) -> Asked:
         value = headers.get(f"x-modeswitch-{name}")
         if value is None:
             value = known.get(name.replace("-", "_"))
+        if name in _NUMBERS and value is not None and not isinstance(value, str):
+            # A number of JSON; anything else is refused where it is read as one.
+            value = json.dumps(value)
         return value.strip() if isinstance(value, str) and value.strip() else None
 
     deadline_ms = _number(asked("deadline-ms"), "deadline-ms")

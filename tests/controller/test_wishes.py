@@ -46,6 +46,19 @@ def test_nonsense_is_a_clear_error(name, value):
     assert refused.value.status == 400
 
 
+def test_metadata_may_bring_numbers_as_numbers():
+    asked = read_asked({}, {"deadline_ms": 500, "latency_limit_ms": 250.5, "energy_weight": 1, "objective": "weighted"})
+    assert (asked.deadline_s, asked.wishes.latency_limit_ms, asked.wishes.energy_weight) == (0.5, 250.5, 1.0)
+
+
+@pytest.mark.parametrize("name", ["deadline_ms", "latency_limit_ms", "energy_weight"])
+@pytest.mark.parametrize("value", [True, [500], {"a": 1}, -1, 10**400])
+def test_metadata_that_is_no_number_where_one_is_meant_is_a_clear_error(name, value):
+    with pytest.raises(ApiError) as refused:
+        read_asked({}, {name: value})
+    assert refused.value.status == 400
+
+
 @pytest.mark.parametrize("metadata", [7, "x", [1], {"policy": 7, "workload": {"a": 1}, "objective": None}])
 def test_metadata_of_other_shapes_is_ignored(metadata):
     assert read_asked({}, metadata).policy is None
