@@ -35,8 +35,9 @@ class _Generation(Extension):
 def prompts_of(body: Mapping[str, Any]) -> list[Any]:
     """A completion's prompts: one text, one list of token ids, or a list of either."""
     prompt = body.get("prompt")
-    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    return prompt if several else [prompt]
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return prompt
+    return [prompt]
 
 
 class TokenCounter:
