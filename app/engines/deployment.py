@@ -163,7 +163,14 @@ class Engine:
             kv_capacity_tokens=effective["kv_cache_tokens"] or None,
         )
         self._recorder.resident = True
-        self._recorder.resident_bytes = (await asyncio.to_thread(self._processes.memory_bytes))[0]
+        self._recorder.resident_bytes = await self._resident_bytes(self._processes, effective)
+
+    async def _resident_bytes(self, processes: EngineProcesses, effective: dict[str, Any]) -> int | None:
+        """What the engine holds of the device's memory, which on a CPU is the host's; None where it is unknown."""
+        if self._settings.platform == "cuda":
+            held: int | None = effective["allocator_peak_bytes"]
+            return held
+        return (await asyncio.to_thread(processes.memory_bytes))[0]
 
     async def _tell_device(self) -> None:
         """Name the GPU in the reports. An engine whose GPU NVML cannot tell still serves; its reports name none."""

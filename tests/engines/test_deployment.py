@@ -248,17 +248,32 @@ async def test_an_engine_that_was_loaded_outlives_the_device(engine, monkeypatch
     assert engine._status.state is EngineState.READY
 
 
-async def test_an_engine_serves_whose_gpu_nvml_cannot_tell(monkeypatch):
+@pytest.fixture
+async def gpu_engine():
+    settings = load_settings({"preset": "a100-40gb"})
+    engine = Engine(settings.engine_specs[0], settings, NoDevice(), NoDevice())
+    yield engine
+    engine._life.cancel()
+    engine._reporting.cancel()
+
+
+async def test_an_engine_serves_whose_gpu_nvml_cannot_tell(gpu_engine, monkeypatch):
     def no_nvml():
         raise OSError("no NVML")
 
     monkeypatch.setattr("app.engines.deployment.visible_gpu_uuid", no_nvml)
-    settings = load_settings({"preset": "a100-40gb"})
-    engine = Engine(settings.engine_specs[0], settings, DyingDevice(), NoDevice())
-    for task in (engine._life, engine._reporting):
-        task.cancel()
-    await engine._tell_device()
-    assert engine._recorder.devices == ()
+    await gpu_engine._tell_device()
+    assert gpu_engine._recorder.devices == ()
     monkeypatch.setattr("app.engines.deployment.visible_gpu_uuid", lambda: "GPU-1")
-    await engine._tell_device()
-    assert engine._recorder.devices == ("GPU-1",)
+    await gpu_engine._tell_device()
+    assert gpu_engine._recorder.devices == ("GPU-1",)
+
+
+async def test_what_an_engine_holds_is_of_the_devices_memory(engine, gpu_engine):
+    class Processes:
+        def memory_bytes(self):
+            return 3, 4
+
+    assert await engine._resident_bytes(Processes(), {"allocator_peak_bytes": None}) == 3
+    assert await gpu_engine._resident_bytes(Processes(), {"allocator_peak_bytes": 7}) == 7
+    assert await gpu_engine._resident_bytes(Processes(), {"allocator_peak_bytes": None}) is None
