@@ -18,7 +18,7 @@ from pathlib import Path
 
 from app.energy.activity import boot_id
 from app.energy.rows import CalibrationRow, CreditRow, IntervalRow, LastInterval, RequestCreditRow, RequestRecord
-from app.energy.schema import SCHEMA, VERSION
+from app.energy.schema import LATER_INDEX, SCHEMA, VERSION
 
 log = logging.getLogger("ray.serve")
 _WAIT_FOR_LOCK_S = 5.0
@@ -87,6 +87,7 @@ class Ledger:
                 execute(f"PRAGMA user_version = {VERSION}")
             elif version != VERSION:
                 raise LedgerCorrupt(f"its version is {version}, this program's is {VERSION}")
+            execute(LATER_INDEX)
 
     @contextlib.contextmanager
     def _transaction(self, fence: bool = True) -> Iterator[None]:
@@ -172,6 +173,8 @@ class Ledger:
     def forget_before(self, moment_s: float) -> int:
         """Retention: remove some of the rows from before `moment_s`; returns how many (0: all are gone).
 
+        Contexts go with the last request that refers to them.
+
         Raises:
             Fenced, sqlite3.Error
         """
@@ -184,6 +187,10 @@ class Ledger:
                     (moment_s,),
                 )
                 removed += cursor.rowcount
+            self.connection.execute(
+                "DELETE FROM contexts WHERE NOT EXISTS "
+                "(SELECT 1 FROM requests WHERE requests.context = contexts.context)"
+            )
         return removed
 
     def close(self) -> None:

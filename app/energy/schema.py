@@ -4,6 +4,9 @@ from __future__ import annotations
 
 VERSION = 1
 
+LATER_INDEX = "CREATE INDEX IF NOT EXISTS requests_by_context ON requests (context)"
+"""A file of this version may have been made before there was this index."""
+
 SCHEMA = """
 CREATE TABLE generations (
     generation INTEGER PRIMARY KEY AUTOINCREMENT,

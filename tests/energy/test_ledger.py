@@ -1,13 +1,22 @@
 """The ledger: one writer at a time, nothing a user wrote, and no damage that stops serving."""
 
 import sqlite3
+from dataclasses import replace
 
 import pytest
 
 from app.energy.ledger import Fenced, Ledger, LedgerCorrupt, open_or_set_aside
 from app.energy.ledger_file import LedgerFile
 from app.energy.queries import TimeRange, request_row, request_sums, totals
-from app.energy.rows import CalibrationRow, CreditRow, IntervalRow, RequestCreditRow, RequestRecord, RowRefused
+from app.energy.rows import (
+    CalibrationRow,
+    Context,
+    CreditRow,
+    IntervalRow,
+    RequestCreditRow,
+    RequestRecord,
+    RowRefused,
+)
 
 
 @pytest.fixture
@@ -114,6 +123,30 @@ def test_old_rows_go(path):
     assert ledger.forget_before(150) == 0
     assert totals(ledger.connection, TimeRange()).measured_j == 10
     assert request_row(ledger.connection, "r1") is None
+
+
+def contexts(ledger):
+    return {row[0] for row in ledger.connection.execute("SELECT context FROM contexts")}
+
+
+def test_a_context_goes_with_its_last_request(path):
+    ledger = Ledger(path)
+    shared, old = Context("shared", "{}"), Context("old", "{}")
+    ledger.record([record("r1", context=shared), record("r2", context=old)])
+    ledger.record([replace(record("r3", context=shared), recorded_s=200.0)])
+    assert contexts(ledger) == {"shared", "old"}
+    assert ledger.forget_before(150) == 2
+    assert contexts(ledger) == {"shared"}
+    ledger.record([replace(record("r4", context=old), recorded_s=200.0)])
+    assert contexts(ledger) == {"shared", "old"}
+
+
+def test_an_older_file_gets_the_index_that_this_needs(path):
+    ledger = Ledger(path)
+    ledger.connection.execute("DROP INDEX requests_by_context")
+    ledger.close()
+    plan = Ledger(path).connection.execute("EXPLAIN QUERY PLAN SELECT 1 FROM requests WHERE context = 'x'").fetchall()
+    assert "requests_by_context" in plan[0][-1]
 
 
 def test_retention_works_along_with_the_flushes(path):
