@@ -28,7 +28,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     device = serve.deployment(
         Device, name="device", max_ongoing_requests=256, ray_actor_options=_actor(settings, num_cpus=0)
     ).bind(settings)
-    meter = meter_application(settings.energy, settings.energy.ledger_path or settings.home / "ledger.sqlite")
+    ledger_path = settings.energy.ledger_path or settings.home / "ledger.sqlite"
+    meter = meter_application(settings.energy, ledger_path, settings.device.resource)
     engines = {spec.name: _engine(spec, settings, device, meter) for spec in settings.engine_specs}
     controller = settings.controller
     return serve.deployment(

@@ -35,8 +35,14 @@ _OVERTAKEN_FOR_S = 10.0
 """An update's overlap is over by then: a meter that was overtaken and still runs may be the only one."""
 
 
-def meter_application(settings: EnergySettings, ledger_path: Path) -> serve.Application:
-    """The meter's deployment, bound. It asks for no GPU, so Ray hides all of them and CUDA is never initialised."""
+def meter_application(
+    settings: EnergySettings, ledger_path: Path, device_resource: str | None = None
+) -> serve.Application:
+    """The meter's deployment, bound. It asks for no GPU, so Ray hides all of them and CUDA is never initialised.
+
+    `device_resource` keeps it on the device's node where `settings.resource` names none.
+    """
+    resource = settings.resource or device_resource
     return serve.deployment(
         EnergyMeter,
         name="energy",
@@ -46,7 +52,7 @@ def meter_application(settings: EnergySettings, ledger_path: Path) -> serve.Appl
         ray_actor_options={
             "num_cpus": settings.num_cpus,
             "num_gpus": 0,
-            "resources": {settings.resource: 0.001} if settings.resource else {},
+            "resources": {resource: 0.001} if resource else {},
         },
     ).bind(settings, ledger_path)
 

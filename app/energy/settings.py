@@ -46,7 +46,7 @@ class EnergySettings(BaseModel):
     """An interval is settled without an engine that has not reported on it for so long."""
     num_cpus: Annotated[float, Field(ge=0)] = 0.01
     resource: str | None = None
-    """A custom Ray resource that keeps the meter on the device's node."""
+    """A custom Ray resource that keeps the meter on the device's node; None takes `device.resource`."""
 
     @field_validator("devices")
     @classmethod

@@ -150,6 +150,15 @@ def test_one_replica_without_a_gpu_beside_its_device(tmp_path):
     assert 0 < options["num_cpus"] < 0.1
 
 
+@pytest.mark.parametrize(
+    ("own", "devices", "resources"),
+    [(None, None, {}), (None, "gpu", {"gpu": 0.001}), ("meters", "gpu", {"meters": 0.001})],
+)
+def test_the_meter_stays_with_the_device(tmp_path, own, devices, resources):
+    application = meter_application(EnergySettings(resource=own), tmp_path / "energy.sqlite", devices)
+    assert application._bound_deployment.ray_actor_options["resources"] == resources
+
+
 def test_the_meters_process_never_loads_torch():
     code = "import sys, app.energy.deployment\nsys.exit(', '.join({'torch', 'vllm'} & sys.modules.keys()) or None)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
