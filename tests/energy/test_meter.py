@@ -89,6 +89,35 @@ def test_a_request_with_its_record(world):
         meter.request("nobody")
 
 
+@pytest.mark.parametrize("status", ["failed", "aborted"])
+def test_a_request_that_ended_badly_keeps_its_joules(stub, tmp_path, status):
+    world = World(stub, tmp_path / "e.sqlite", [Burst("A", 4, 5, 300, ("alice:1",))])
+    meter = world.start_meter()
+    world.run(5.2)
+    meter.record([RequestRecord("alice:1", world.wall(), "A_mode", "A", "alice", "standard", status)])
+    world.run(9)
+    found = meter.request("alice:1")
+    assert (found["record"]["status"], found["energy"]["status"]) == (status, "final")
+    assert found["energy"]["energy_j"] == pytest.approx(300, rel=0.02)
+    assert shares(world.totals(meter), "tenant") == {"alice": pytest.approx(300, rel=0.02)}
+
+
+def test_a_request_whose_engine_died_keeps_its_joules(stub, tmp_path):
+    """Nobody tells its end; when the engine has not been heard of for a minute, what it used is final."""
+    world = World(stub, tmp_path / "e.sqlite", [Burst("A", 4, 5, 300, ("alice:1",))])
+    world._ends.clear()
+    meter = world.start_meter()
+    world.run(5.3)
+    world.senders.clear()
+    meter.record([RequestRecord("alice:1", world.wall(), "A_mode", "A", "alice", "standard", "failed")])
+    world.run(15)
+    before = meter.energy("alice:1")
+    assert before.status == "partial"
+    assert before.energy_j == pytest.approx(300, rel=0.02)
+    world.run(75)
+    assert meter.energy("alice:1") == replace(before, status="final")
+
+
 def test_a_time_range(world):
     meter = world.start_meter()
     world.run(22)

@@ -107,6 +107,21 @@ def test_bursts_of_50_ms_within_10_percent(stub, prepare, schedule):
     assert worst_residual(settlements) <= _RESIDUAL
 
 
+SHORT = {
+    "sparse": repeated("A", 3, 0.02, 0.4, 250),
+    "dense": repeated("A", 3, 0.02, 0.05, 250),
+    "two_engines": repeated("A", 3, 0.02, 0.4, 300) + repeated("B", 3.2, 0.02, 0.33, 150),
+}
+
+
+@pytest.mark.parametrize("schedule", SHORT)
+def test_bursts_of_20_ms_between_looks_every_50_ms_within_10_percent(stub, prepare, schedule):
+    bursts = SHORT[schedule]
+    _, settlements, _ = play(stub, bursts, UNTIL_S, jitter=jitter(), prepare=prepare)
+    assert {engine: error for engine, error in errors(bursts, settlements).items() if abs(error) > 0.10} == {}
+    assert worst_residual(settlements) <= _RESIDUAL
+
+
 def test_instant_power_tells_engines_apart_that_alternate_within_a_counter_step(stub):
     random_lengths = rng(5)
     bursts = alternating(iter(lambda: random_lengths.uniform(0.03, 0.1), None), 300, 150)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from app.config import load_settings
+from app.energy.activity import Work
 from app.engines import deployment
 from app.engines.deployment import Engine, EngineUnavailable
 from app.wire import Call, Endpoint, EngineState, Reply
@@ -163,6 +164,7 @@ async def test_a_reply_that_fails_is_a_fault_of_the_request_while_the_engine_liv
 @pytest.mark.parametrize("raises", [False, True])
 async def test_a_stream_that_breaks_later_is_closed_with_an_error_and_its_reason(engine, dead, code, raises):
     async def frames():
+        engine._recorder.stepped([Work("k", 5, 1)])
         yield "data: 1\n\n"
         await asyncio.sleep(0.01)
         engine._llm.dead = dead
@@ -178,6 +180,9 @@ async def test_a_stream_that_breaks_later_is_closed_with_an_error_and_its_reason
     text, told = await asyncio.wait_for(read(channel, "k"), WITHIN_S)
     error = error_of(text)
     assert (told, error["code"], error["type"]) == (code, code, "server_error")
+    report = engine._recorder.take()
+    assert [work for piece in report.slices for work in piece.work] == [Work("k", 5, 1)]
+    assert report.ended == ("k",)
 
 
 async def test_an_abort_tells_what_the_request_took(engine):
