@@ -142,12 +142,14 @@ class ActivityRecorder:
         if request_id in self._labels:
             self._ended.append(request_id)
 
-    def stepped(self, work: Iterable[Work]) -> None:
-        """The engine finished a step just now; it began when the last one ended, or when there was work again."""
+    def stepped(self, work: Iterable[tuple[str, int, int]]) -> None:
+        """The engine finished a step just now, with `Work` of requests; it began when the last one ended, or when there was work again."""
         now_s = self._clock()
         self.step(self._busy_since_s if self._busy_since_s is not None else now_s, now_s, work)
 
-    def step(self, start_s: float, end_s: float, work: Iterable[Work] = (), busy_s: float | None = None) -> None:
+    def step(
+        self, start_s: float, end_s: float, work: Iterable[tuple[str, int, int]] = (), busy_s: float | None = None
+    ) -> None:
         """The engine was busy from `start_s` to `end_s` (less when `busy_s` says so). Without work: for itself."""
         current = self._open
         if current is not None and (end_s - current.start_s > _SLICE_S or start_s - current.end_s > _PAUSE_S):

@@ -39,7 +39,7 @@ from app.energy.attribution import TokenWeights
 from app.energy.rows import RequestRecord
 
 log = logging.getLogger("ray.serve")
-_FLUSH_S = 0.25
+FLUSH_S = 0.25
 _SIGN_OF_LIFE_S = 10.0
 _CALL_TIMEOUT_S = 5.0
 _LONGEST_PAUSE_S = 5.0
@@ -85,7 +85,7 @@ class ActivitySender:
         recorder: ActivityRecorder,
         port: MeterPort,
         *,
-        flush_s: float = _FLUSH_S,
+        flush_s: float = FLUSH_S,
         keep: int = _KEEP_BATCHES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -153,7 +153,7 @@ class ActivitySender:
 class RecordSender:
     """Sends the controller's records in batches; keeps them while the meter is out of reach, up to a limit."""
 
-    def __init__(self, port: MeterPort, *, flush_s: float = 2 * _FLUSH_S, keep: int = _KEEP_RECORDS) -> None:
+    def __init__(self, port: MeterPort, *, flush_s: float = 2 * FLUSH_S, keep: int = _KEEP_RECORDS) -> None:
         self.dropped_records = 0
         self._port, self._flush_s, self._keep = port, flush_s, keep
         self._waiting: deque[RequestRecord] = deque()

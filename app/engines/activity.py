@@ -133,20 +133,29 @@ class Activity:
 
     def _stepped(self, outputs: Iterable[Any]) -> None:
         now_s = time.monotonic()
-        work = []
+        parts = self._parts
+        # Plain tuples in the shape of `Work`, and no call for a part that only decodes: with hundreds of requests this
+        # loop is what reporting costs.
+        work: list[tuple[str, int, int]] = []
+        steps, accepted = self._steps, self._accepted
         for output in outputs:
-            part = self._parts.get(output.request_id)
+            part = parts.get(output.request_id)
             if part is None:
                 continue
+            tally = part.tally
             new_tokens = len(output.new_token_ids)
             computed_tokens = 0 if part.prefilled else self._prefilled(part, output, now_s)
-            if not computed_tokens and new_tokens:
-                self._count_step(part.tally, new_tokens)
-            part.tally.output_tokens += new_tokens
-            part.tally.last_s = now_s
-            work.append(Work(part.key, computed_tokens, new_tokens))
+            if new_tokens and not computed_tokens:
+                steps = steps * _KEEP_PER_STEP + 1
+                accepted = accepted * _KEEP_PER_STEP + new_tokens - 1
+                tally.accepted_tokens += new_tokens - 1
+                self.accepted_tokens += new_tokens - 1
+            tally.output_tokens += new_tokens
+            tally.last_s = now_s
+            work.append((part.key, computed_tokens, new_tokens))
             if output.finish_reason is not None:
-                del self._parts[output.request_id]
+                del parts[output.request_id]
+        self._steps, self._accepted = steps, accepted
         if work:
             self._recorder.stepped(work)
 
@@ -164,12 +173,6 @@ class Activity:
             if self._first_token is not None:
                 self._first_token(part.key)
         return max(1, part.prompt_tokens - cached_tokens)
-
-    def _count_step(self, tally: _Tally, new_tokens: int) -> None:
-        tally.accepted_tokens += new_tokens - 1
-        self.accepted_tokens += new_tokens - 1
-        self._steps = self._steps * _KEEP_PER_STEP + 1
-        self._accepted = self._accepted * _KEEP_PER_STEP + new_tokens - 1
 
 
 def _scheduled_s(output: Any) -> float | None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from app.energy.activity import ActivityRecorder
+from app.engines import activity_cost
 from app.engines.activity import Activity
 from app.wire import Call, Endpoint
 
@@ -163,3 +164,12 @@ async def test_a_call_given_up_tells_what_it_took_under_way_and_when_it_is_over(
         activity.end(key)
     assert activity.took("k") is None
     assert activity.took("b").output_tokens == 0
+
+
+def test_the_cost_of_reporting_is_measured(capsys):
+    activity_cost.main(["--requests", "4", "--step-ms", "50"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "batch", "activity"]
+    assert "with 4 requests" in lines[0]
+    assert "every 5 steps" in lines[1]
+    assert 0 < float(lines[2].split()[1].rstrip("%"))
