@@ -105,10 +105,9 @@ class Controller:
 
 def _token_counter(settings: Settings) -> TokenCounter | None:
     """The model's tokenizer; without one the engines still count, and requests are served."""
-    template = settings.model.frontend.get("chat_template")
     try:
         folder = store.resolve(settings.model.reference, "fp16", settings.model.checkpoints, settings.home)
-        return TokenCounter(tokenizer_folder(folder), template)
+        return TokenCounter(tokenizer_folder(folder), settings.model.frontend)
     except Exception as error:
         log.warning("prompt tokens cannot be counted before generation: %s", error)
         return None

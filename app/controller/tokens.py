@@ -1,7 +1,8 @@
 """Counting prompt tokens as the engine will, with the `tokenizers` library and the model's own chat template.
 
 No torch and no transformers: the controller's process stays small. The rendering follows vLLM's Hugging Face
-renderer (`vllm/renderers/hf.py`) for text: parts are joined by line breaks and tool arguments are parsed.
+renderer (`vllm/renderers/hf.py`) for text: parts are joined by line breaks and tool arguments are parsed. What it would
+render otherwise than here is `Uncountable`, and becomes an estimate.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Put behind a message that is to be continued, to find in the rendered text where it ends; as transformers does."""
 
 
 class Uncountable(ValueError):
@@ -43,7 +47,8 @@ def prompts_of(body: Mapping[str, Any]) -> list[Any]:
 class TokenCounter:
     """Counts for one model, read from its folder: `tokenizer.json`, `tokenizer_config.json`, the chat template."""
 
-    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+    def __init__(self, folder: Path, frontend: Mapping[str, Any] | None = None) -> None:
+        """`frontend` are the fields of vLLM's `FrontendArgs` that the engines get."""
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -53,7 +58,9 @@ class TokenCounter:
             for key, value in config.items()
             if key.endswith("_token") and isinstance(value, str | dict)
         }
-        source = chat_template or _chat_template(folder, config)
+        frontend = frontend or {}
+        self._default_variables = frontend.get("default_chat_template_kwargs") or {}
+        source = _configured(frontend.get("chat_template")) or _chat_template(folder, config)
         self._template = _environment().from_string(source) if source else None
 
     def count(self, body: Mapping[str, Any]) -> list[int]:
@@ -75,22 +82,37 @@ class TokenCounter:
         return ids
 
     def render(self, body: Mapping[str, Any]) -> str:
-        """The prompt text of a chat request."""
-        if self._template is None:
-            raise Uncountable("the model has no chat template")
-        tools = body.get("tools")
-        if body.get("tool_choice") == "none" and not tools:
-            tools = None
+        """The prompt text of a chat request.
+
+        Raises:
+            Uncountable: it is not all text, or the chat template refuses it.
+        """
+        if self._template is None or body.get("chat_template") is not None:
+            raise Uncountable("the chat template is not the model's")
         try:
-            return self._template.render(
-                messages=[_message(message) for message in body["messages"]],
-                tools=tools or None,
-                documents=body.get("documents"),
-                add_generation_prompt=body.get("add_generation_prompt", True),
-                **{**self._special, **(body.get("chat_template_kwargs") or {})},
-            )
+            messages = [_message(message) for message in body["messages"]]
+            variables = {**self._special, **self._variables(body), "messages": messages}
+            if not body.get("continue_final_message"):
+                return self._template.render(variables)
+            if variables["add_generation_prompt"]:
+                raise Uncountable("a message is either continued or followed by another")
+            messages[-1]["content"] += _CONTINUE
+            return _up_to_continued(self._template.render(variables))
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise Uncountable(str(error)) from error
+
+    def _variables(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What the template may use beside messages; fields of their own win over `chat_template_kwargs`."""
+        given = body.get("chat_template_kwargs") or {}
+        effort = body.get("reasoning_effort")
+        own = {
+            "add_generation_prompt": body.get("add_generation_prompt", True),
+            "documents": body.get("documents"),
+            "reasoning_effort": effort,
+            "enable_thinking": effort != "none" if effort is not None and "enable_thinking" not in given else None,
+        }
+        own = {name: value for name, value in own.items() if value is not None}
+        return {"tools": body.get("tools") or None, "documents": None, **self._default_variables, **given, **own}
 
     def _count_prompt(self, prompt: Any, add_special_tokens: bool) -> int:
         match prompt:
@@ -99,6 +121,13 @@ class TokenCounter:
             case [int(), *_]:
                 return len(prompt)
         raise Uncountable("the prompt is neither text nor token ids")
+
+
+def _configured(template: str | None) -> str | None:
+    """vLLM takes a template, or the path of one."""
+    if template is None or any(character in template for character in "{}\n"):
+        return template
+    return Path(template).read_text()
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -130,8 +159,17 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _up_to_continued(text: str) -> str:
+    """A rendered chat up to the end of the message that is to be continued."""
+    # A template that trims messages has trimmed the mark as well.
+    end = text.rindex(_CONTINUE.strip())
+    return text[:end] if text.startswith(_CONTINUE, end) else text[:end].rstrip()
+
+
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as vLLM hands it to the template."""
+    if message["role"] == "developer" or message.keys() & {"reasoning", "reasoning_content"}:
+        raise Uncountable("what becomes of it depends on the template")
     content = message.get("content")
     if isinstance(content, list):
         if any(not isinstance(part, dict) or "text" not in part for part in content):

@@ -83,6 +83,12 @@ def test_lossless_modes_equal_fp16_token_for_token(application, mode, content):
         {"tools": TOOLS},
         {"tools": TOOLS, "tool_choice": "none"},
         {"messages": [{"role": "system", "content": "Be brief."}, *QUESTION]},
+        {"add_generation_prompt": False},
+        {
+            "messages": [*QUESTION, {"role": "assistant", "content": "The capital of France is"}],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        },
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
         {
             "messages": [
