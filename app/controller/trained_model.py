@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from app.routing.policies.learned import PredictorRefused
+from app.routing.profile import VERSION_PATTERN
 
 FORMAT_VERSION = "1"
 INPUT, OUTPUT = "features", "scores"
@@ -61,6 +63,8 @@ class OnnxPredictor:
             if about["format"] != FORMAT_VERSION:
                 raise ValueError(f"its format is {about['format']}, not {FORMAT_VERSION}")
             self.version, self.model, self.hardware = about["version"], about["model"], about["hardware"]
+            if not re.fullmatch(VERSION_PATTERN, self.version):
+                raise ValueError(f"its version {self.version[:80]!r} is not made of up to 64 letters, digits and signs")
             self.feature_names = _names(about["feature_names"])
             self.modes = _names(about["modes"])
             self._kind = about["kind"]

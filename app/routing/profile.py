@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 SCHEMA_VERSION = 1
+VERSION_PATTERN = r"^[!-~]([ -~]{0,62}[!-~])?$"
+"""Of a profile and of a trained model: it goes into answers' headers, which hold little more than ASCII."""
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -92,7 +94,7 @@ class Profile(_Part):
     """All that the cost policy reads."""
 
     schema_version: Literal[1]
-    version: str = Field(min_length=1, max_length=64)
+    version: str = Field(pattern=VERSION_PATTERN)
     model: str = Field(min_length=1)
     hardware: str = Field(min_length=1)
     measured_at: str | None = None

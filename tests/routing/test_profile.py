@@ -34,6 +34,9 @@ def test_another_model_or_hardware_is_refused(
     ("change", "place"),
     [
         ({"schema_version": 2}, "schema_version"),
+        ({"version": "erste Größe"}, "version"),
+        ({"version": "v1\n"}, "version"),
+        ({"version": "日本"}, "version"),
         ({"modes": {}}, "modes"),
         ({"modes": {"fp16": {"prefill_ms": [[1, 5.0]], "step_ms": [[1, 2.0]]}}}, "prefill_ms"),
         ({"modes": {"fp16": {"prefill_ms": [[9, 5.0], [1, 6.0]], "step_ms": [[1, 2.0]]}}}, "must rise"),
