@@ -156,6 +156,8 @@ class AuthSettings(_Settings):
 
     keys_env: str = "MODESWITCH_API_KEYS"
     keys_file: Path | None = None
+    admins: tuple[str, ...] = ()
+    """Tenants whose keys open `/admin`, and show all tenants' figures; without keys everybody does."""
 
 
 class DeviceSettings(_Settings):

@@ -36,8 +36,10 @@ class HandleAccounts:
         return await self._handle.state.remote()  # type: ignore[no-any-return]
 
 
-async def totals(meter: Accounts, query: Mapping[str, str]) -> dict[str, Any]:
+async def totals(meter: Accounts, query: Mapping[str, str], tenant: str | None = None) -> dict[str, Any]:
     """Joules by mode, engine, tenant and class over `since` to `until` (seconds since 1970), and the meter's state.
+
+    Of tenants all, or only the `tenant` given.
 
     Raises:
         ApiError: 400 for a time range that makes no sense, 503 while the meter is out of reach.
@@ -54,6 +56,8 @@ async def totals(meter: Accounts, query: Mapping[str, str]) -> dict[str, Any]:
     account = asdict(found)
     # Tuples with names become lists otherwise.
     account["by"] = {group: [share._asdict() for share in shares] for group, shares in found.by.items()}
+    if tenant is not None:
+        account["by"]["tenant"] = [share for share in account["by"]["tenant"] if share["name"] == tenant]
     return {"object": "energy", **account, "meter": state}
 
 

@@ -55,7 +55,7 @@ class Controller:
             settings.model_copy(update={"live": settings.live.model_copy(update={"policy": "cost", "shadows": ()})}),
             links,
             _token_counter(settings),
-            Tenants(Keys.load(settings.auth), settings.live.tenants),
+            Tenants(Keys.load(settings.auth), settings.live.tenants, settings.auth.admins),
             records,
             RayTelemetry(CONTROLLER_METRICS),
             Knowledge(self._model, "", refused=("The hardware is not known yet.",)),

@@ -31,8 +31,11 @@ def model(service: Service, name: str, created_s: int) -> dict[str, Any]:
     return _model(name, created_s, service)
 
 
-async def modes(service: Service) -> dict[str, Any]:
-    """All modes with their engine's state, the engines with load and memory, and the modes this platform lacks."""
+async def modes(service: Service, only_of: str | None = None) -> dict[str, Any]:
+    """All modes with their engine's state, the engines with load and memory, and the modes this platform lacks.
+
+    Of tenants all, or `only_of` one.
+    """
     platform = service.settings.platform
     knowledge = service.router.policies.knowledge
     return {
@@ -40,7 +43,7 @@ async def modes(service: Service) -> dict[str, Any]:
         "model": knowledge.model,
         "hardware": knowledge.hardware,
         "routing": {**service.router.describe(), "settings_error": service.settings_error},
-        "tenants": service.tenants.counters(),
+        "tenants": service.tenants.counters(only_of),
         "data": [_mode(service, name, choice) for name, choice in service.table.modes.items()],
         "engines": await asyncio.gather(*(_engine(service, link) for link in service.links)),
         "not_served": [

@@ -33,10 +33,10 @@ def create_app(service: Service, meter: Accounts) -> Starlette:
     created_s = int(time.time())
 
     def guarded(endpoint: Answers) -> Answers:
-        """Lets in whom the API keys let in."""
+        """Lets in whom the API keys let in, and notes whose figures the caller may see."""
 
         async def guard(request: Request) -> Response:
-            service.tenants.who(request.headers.get("authorization", ""), "")
+            request.state.only_of = service.tenants.only_of(request.headers.get("authorization", ""))
             return await endpoint(request)
 
         return guard
@@ -47,8 +47,8 @@ def create_app(service: Service, meter: Accounts) -> Starlette:
     async def one_model(request: Request) -> Response:
         return JSONResponse(overview.model(service, request.path_params["name"], created_s))
 
-    async def list_modes(_: Request) -> Response:
-        return JSONResponse(await overview.modes(service))
+    async def list_modes(request: Request) -> Response:
+        return JSONResponse(await overview.modes(service, request.state.only_of))
 
     async def alive(_: Request) -> Response:
         return JSONResponse({"status": "alive"})
@@ -58,16 +58,16 @@ def create_app(service: Service, meter: Accounts) -> Starlette:
         some = any(link.ready for link in service.links)
         return JSONResponse({"status": "ready" if some else "starting", "engines": states}, 200 if some else 503)
 
-    async def reset_prefix_cache(_: Request) -> Response:
+    async def reset_prefix_cache(request: Request) -> Response:
+        if request.state.only_of is not None:
+            raise ApiError(403, "this needs the API key of an admin", code="admins_only")
         return JSONResponse({"reset": await service.reset_prefix_caches()})
 
     async def energy(request: Request) -> Response:
-        return JSONResponse(await accounts.totals(meter, request.query_params))
+        return JSONResponse(await accounts.totals(meter, request.query_params, request.state.only_of))
 
     async def one_request(request: Request) -> Response:
-        tenant = service.tenants.who(request.headers.get("authorization", ""), "")
-        only_of = tenant if service.tenants.keyed else None
-        return JSONResponse(await accounts.request(meter, request.path_params["name"], only_of))
+        return JSONResponse(await accounts.request(meter, request.path_params["name"], request.state.only_of))
 
     return Starlette(
         routes=[
@@ -77,7 +77,7 @@ def create_app(service: Service, meter: Accounts) -> Starlette:
             Route("/v1/models/{name:path}", guarded(one_model)),
             Route("/v1/modes", guarded(list_modes)),
             Route("/v1/energy", guarded(energy)),
-            Route("/v1/requests/{name:path}", one_request),
+            Route("/v1/requests/{name:path}", guarded(one_request)),
             Route("/health", alive),
             Route("/health/ready", ready),
             Route("/admin/reset_prefix_cache", guarded(reset_prefix_cache), methods=["POST"]),

@@ -11,7 +11,7 @@ import hmac
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,8 +86,9 @@ class Admission:
 class Tenants:
     """Owns all tenants' budgets and counters."""
 
-    def __init__(self, keys: Keys, limits: Mapping[str, TenantLimits]) -> None:
+    def __init__(self, keys: Keys, limits: Mapping[str, TenantLimits], admins: Collection[str] = ()) -> None:
         self._keys = keys
+        self._admins = frozenset(admins)
         self._limits: Mapping[str, TenantLimits] = {}
         self._budgets: dict[str, TokenBudget] = {}
         self._shares = FairShares()
@@ -159,6 +160,15 @@ class Tenants:
         self._named[name] = None
         return True
 
+    def only_of(self, authorization: str) -> str | None:
+        """The one tenant whose figures a caller may see; None, those of all: an admin's key, or no keys at all.
+
+        Raises:
+            ApiError: 401 as `who` does.
+        """
+        tenant = self.who(authorization, "")
+        return tenant if self._keys and tenant not in self._admins else None
+
     def admit(self, tenant: str, prompt_tokens: int, output_tokens: int, now_s: float) -> Admission:
         """Reserve a request's tokens and take its place in the order of tenants.
 
@@ -187,9 +197,10 @@ class Tenants:
         if budget := self._budgets.get(admission.tenant):
             budget.settle(admission.reserved_tokens, prompt_tokens + output_tokens, now_s)
 
-    def counters(self) -> dict[str, float]:
+    def counters(self, only_of: str | None = None) -> dict[str, float]:
         """Weighted tokens that each tenant has been charged, relative to its share."""
-        return {tenant: round(counter, 1) for tenant, counter in self._shares.counters().items()}
+        counters = self._shares.counters().items()
+        return {tenant: round(counter, 1) for tenant, counter in counters if only_of in (None, tenant)}
 
 
 def _digest(key: str) -> bytes:

@@ -146,6 +146,7 @@ class PlayedMeter:
 
     def __init__(self):
         self.requests = {}
+        self.by = {"mode": ()}
         self.broken = False
 
     async def totals(self, since_s, until_s):
@@ -155,7 +156,7 @@ class PlayedMeter:
             raise ConnectionError("gone")
         TimeRange(since_s, until_s)
         nothing = (None,) * 6
-        return Totals(since_s, until_s, *nothing, (), (), (), {"mode": ()})
+        return Totals(since_s, until_s, *nothing, (), (), (), self.by)
 
     async def request(self, request_id):
         return self.requests.get(request_id)

@@ -11,6 +11,7 @@ from app.config import AuthSettings, ConfigError, TenantLimits, load_live
 from app.controller.errors import ApiError
 from app.controller.routes import create_app
 from app.controller.tenants import MAX_TENANTS, Keys, Tenants
+from app.energy.queries import Share
 from app.wire import EngineState, EngineStatus, Reply
 
 CHAT = "/v1/chat/completions"
@@ -180,6 +181,36 @@ def test_with_keys_a_tenant_sees_its_own_requests_only(service, meter):
     headers = {"authorization": "Bearer k"}
     assert client.get("/v1/requests/red", headers=headers).status_code == 200
     assert client.get("/v1/requests/blue", headers=headers).status_code == 404
+
+
+@pytest.mark.parametrize("keys", [Keys({digest("k"): "red", digest("a"): "operators"})])
+@pytest.mark.parametrize(("key", "sees"), [("k", {"red"}), ("a", {"red", "blue"})])
+def test_with_keys_a_tenant_sees_its_own_figures_and_an_admin_all(service, meter, keys, key, sees):
+    service.tenants = Tenants(keys, {}, ("operators",))
+    for tenant in ("red", "blue"):
+        service.tenants.admit(tenant, 10, 10, 0.0)
+        meter.requests[tenant] = {"request_id": tenant, "record": {"tenant": tenant}, "energy": {}}
+    meter.by = {
+        group: tuple(Share(name, *(1.0,) * 5) for name in ("red", "blue", None)) for group in ("tenant", "mode")
+    }
+    client = TestClient(create_app(service, meter), headers={"authorization": f"Bearer {key}"})
+    assert set(client.get("/v1/modes").json()["tenants"]) == sees
+    by = client.get("/v1/energy").json()["by"]
+    assert {share["name"] for share in by["tenant"]} - {None} == sees
+    assert len(by["mode"]) == 3
+    assert {name for name in ("red", "blue") if client.get(f"/v1/requests/{name}").status_code == 200} == sees
+
+
+@pytest.mark.parametrize("keys", [Keys({digest("k"): "red", digest("a"): "operators"})])
+def test_with_keys_only_admins_reset_caches(service, meter, keys):
+    service.tenants = Tenants(keys, {}, ("operators",))
+    client = TestClient(create_app(service, meter))
+
+    def reset(key):
+        return client.post("/admin/reset_prefix_cache", headers={"authorization": f"Bearer {key}"})
+
+    assert (reset("k").status_code, reset("k").json()["error"]["code"]) == (403, "admins_only")
+    assert reset("a").status_code == 200
 
 
 def test_a_share_becomes_a_priority_where_the_engine_takes_one(service, meter, engines):
