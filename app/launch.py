@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import signal
 import socket
@@ -29,7 +30,10 @@ from rich.table import Table
 from app import haproxy
 
 _PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _STOP_WITHIN_S = 40.0
+_LOOK_EVERY_S = 2.0
+"""Seldom enough for the cores that engines are loaded on."""
 
 FAST_PATH = {
     # HTTP reaches the controller's process through HAProxy instead of a Python proxy: a third of the work per frame.
@@ -68,7 +72,7 @@ def main(config: Annotated[Path, typer.Argument(help="A Serve config file.")] = 
         preexec_fn=_die_with_parent,
         start_new_session=True,
     )
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _SIGNALS:
         signal.signal(number, _interrupt)
     try:
         _follow(url, process)
@@ -93,7 +97,14 @@ def _in_use(host: str, port: int) -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    _ignore_signals()
     raise KeyboardInterrupt
+
+
+def _ignore_signals() -> None:
+    """From here on it ends; who is impatient must not interrupt that, or processes are left behind."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _die_with_parent() -> None:
@@ -103,37 +114,53 @@ def _die_with_parent() -> None:
 
 
 def _follow(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Print each engine's changes of state until all have arrived or failed."""
-    begun_s, announced = time.monotonic(), False
-    seen: dict[str, tuple[str, str | None]] = {}
+    """Print each engine's changes of state, with its modes once it is ready, until all have arrived or failed.
+
+    Ends with a table, and with a line of JSON for whoever records how long it took.
+    """
+    begun_s = time.monotonic()
+    first_s: float | None = None
+    seen: dict[str, str] = {}
     while process.poll() is None:
-        overview = _overview(url)
-        for engine in overview.get("engines", []):
-            state = (engine["state"], engine.get("reason"))
-            if seen.get(engine["name"]) != state:
-                seen[engine["name"]] = state
-                reason = f": {engine['reason']}" if engine.get("reason") else ""
-                console.print(f"[{time.monotonic() - begun_s:6.1f} s] {engine['name']} is {engine['state']}{reason}")
-        states = [state for state, _ in seen.values()]
-        if "ready" in states and not announced:
-            announced = True
-            _announce(url, overview)
-        if states and all(state in ("ready", "failed") for state in states):
-            console.print(_table(overview))
-            return
-        time.sleep(1.0)
+        # The controller answers this by itself; what costs the engines something is asked when there is news.
+        states = _get(f"{url}/health/ready").get("engines", {})
+        if states != seen:
+            passed_s = round(time.monotonic() - begun_s, 1)
+            overview = _get(f"{url}/v1/modes")
+            for name in (name for name, state in states.items() if seen.get(name) != state):
+                about = _about(name, states[name], overview)
+                console.print(f"[{passed_s:6.1f} s] {name} is {states[name]}{about}", highlight=False, markup=False)
+            seen = states
+            if first_s is None and "ready" in states.values():
+                first_s = passed_s
+                _announce(url)
+            if all(state in ("ready", "failed") for state in states.values()):
+                console.print(_table(overview))
+                failed = [name for name, state in states.items() if state == "failed"]
+                print(json.dumps({"first_engine_s": first_s, "all_engines_s": passed_s, "failed": failed}), flush=True)
+                return
+        time.sleep(_LOOK_EVERY_S)
 
 
-def _overview(url: str) -> dict[str, Any]:
-    """`GET /v1/modes`, or nothing while the application is not up."""
+def _get(url: str) -> dict[str, Any]:
+    """A JSON object; an empty one while the application is not up, or wants a key."""
     try:
-        answer = requests.get(f"{url}/v1/modes", timeout=10)
-        return answer.json() if answer.ok else {}
+        found = requests.get(url, timeout=10).json()
     except (requests.RequestException, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _announce(url: str, overview: dict[str, Any]) -> None:
+def _about(name: str, state: str, overview: dict[str, Any]) -> str:
+    """What there is to say of an engine's state: the modes it serves from now on, or why it does not."""
+    if state == "ready":
+        modes = [mode["id"] for mode in overview.get("data", []) if mode["engine"] == name]
+        return f" and serves {', '.join(modes)}" if modes else ""
+    reasons = [engine.get("reason") for engine in overview.get("engines", []) if engine["name"] == name]
+    return f": {reasons[0]}" if any(reasons) else ""
+
+
+def _announce(url: str) -> None:
     console.print(f"\nserving at [bold]{url}[/bold]; try:\n")
     console.print(
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '"
@@ -147,8 +174,8 @@ def _announce(url: str, overview: dict[str, Any]) -> None:
 
 def _table(overview: dict[str, Any]) -> Table:
     table = Table("mode", "engine", "state", "started in", "memory")
-    engines = {engine["name"]: engine for engine in overview["engines"]}
-    for mode in overview["data"]:
+    engines = {engine["name"]: engine for engine in overview.get("engines", [])}
+    for mode in overview.get("data", []):
         engine = engines[mode["engine"]]
         started, resident = engine.get("started_in_s"), engine.get("resident_bytes")
         table.add_row(
@@ -163,6 +190,7 @@ def _table(overview: dict[str, Any]) -> Table:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """End Serve and everything below it, politely first."""
+    _ignore_signals()
     tree = _tree(process.pid)
     if process.poll() is None:
         process.send_signal(signal.SIGINT)

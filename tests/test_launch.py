@@ -1,20 +1,134 @@
-"""What the launcher says before anything starts."""
+"""What the launcher says, and that it leaves nothing behind."""
 
+import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import typer
 import yaml
 
-from app.launch import main
+from app import launch
+
+STUBBORN = """#!{python}
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("up", os.getpid(), flush=True)
+time.sleep(600)
+"""
+LAUNCH = """
+import sys
+from pathlib import Path
+import typer
+from app import launch
+
+launch._STOP_WITHIN_S = 1.0
+sys.executable = sys.argv[1]
+try:
+    launch.main(Path(sys.argv[2]))
+except typer.Exit as ended:
+    sys.exit(ended.exit_code)
+"""
+
+
+def write_config(folder, port):
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump({"http_options": {"host": "127.0.0.1", "port": port}}))
+    return config
 
 
 def test_a_port_in_use_is_one_clear_line(tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        config = tmp_path / "config.yaml"
-        config.write_text(yaml.safe_dump({"http_options": {"host": "127.0.0.1", "port": port}}))
         with pytest.raises(typer.Exit) as ended:
-            main(config)
+            launch.main(write_config(tmp_path, port))
     assert ended.value.exit_code == 1
     assert f"http://127.0.0.1:{port} is in use" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_an_impatient_second_interrupt_leaves_nothing_behind(tmp_path):
+    serve = tmp_path / "serve"
+    serve.write_text(STUBBORN.format(python=sys.executable))
+    serve.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    args = [sys.executable, "-c", LAUNCH, str(tmp_path / "python"), str(write_config(tmp_path, port))]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(Path(launch.__file__).parents[1])}
+    with subprocess.Popen(args, env=env, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        up, pid = launcher.stdout.readline().split()
+        assert up == "up"
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stdout.readline().strip() == "stopping"
+        launcher.send_signal(signal.SIGINT)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(20) == 0
+    assert not psutil.pid_exists(int(pid))
+
+
+class Application:
+    """Answers as the application does while its engines come up, one answer of `rounds` after another."""
+
+    def __init__(self, rounds):
+        self.rounds = list(rounds)
+        self.asked = []
+        played = self
+
+        class Answers(BaseHTTPRequestHandler):
+            def do_GET(self):
+                played.asked.append(self.path)
+                if self.path == "/health/ready" and len(played.rounds) > 1:
+                    played.rounds.pop(0)
+                states = played.rounds[0]
+                self.send_response(200 if "ready" in states.values() else 503)
+                self.end_headers()
+                self.wfile.write(json.dumps(played.answer(self.path, states)).encode())
+
+            def log_message(self, *args):
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Answers)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @staticmethod
+    def answer(path, states):
+        if path == "/health/ready":
+            return {"engines": states}
+        engines = [
+            {"name": name, "state": state, "reason": "too [little] memory" if state == "failed" else None}
+            for name, state in states.items()
+        ]
+        modes = [("fp16", "fp16"), ("prefix_caching", "fp16"), ("int8", "int8")]
+        return {"engines": engines, "data": [{"id": mode, "engine": engine} for mode, engine in modes]}
+
+
+def test_modes_are_named_as_they_become_ready_and_the_times_can_be_recorded(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "_LOOK_EVERY_S", 0.01)
+    steps = [("starting", "queued"), ("ready", "starting"), ("ready", "starting"), ("ready", "failed")]
+    application = Application([{}, *({"fp16": fp16, "int8": int8} for fp16, int8 in steps)])
+    launch._follow(application.url, SimpleNamespace(poll=lambda: None))
+    application.server.shutdown()
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    said = [line.partition(" s] ")[2] for line in lines if line.startswith("[")]
+    assert said == [
+        "fp16 is starting",
+        "int8 is queued",
+        "fp16 is ready and serves fp16, prefix_caching",
+        "int8 is starting",
+        "int8 is failed: too [little] memory",
+    ]
+    times = json.loads(last)
+    assert 0 <= times["first_engine_s"] <= times["all_engines_s"]
+    assert times["failed"] == ["int8"]
+    # The engines are asked when there is news, and not each time.
+    assert application.asked.count("/v1/modes") == 3
+    assert any("curl" in line for line in lines)
