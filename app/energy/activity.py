@@ -143,7 +143,10 @@ class ActivityRecorder:
             self._ended.append(request_id)
 
     def stepped(self, work: Iterable[tuple[str, int, int]]) -> None:
-        """The engine finished a step just now, with `Work` of requests; it began when the last one ended, or when there was work again."""
+        """The engine finished a step just now, with `Work` of requests.
+
+        It began when the last one ended, or when there was work again.
+        """
         now_s = self._clock()
         self.step(self._busy_since_s if self._busy_since_s is not None else now_s, now_s, work)
 

@@ -172,4 +172,4 @@ def test_the_cost_of_reporting_is_measured(capsys):
     assert [line.split()[0] for line in lines] == ["step", "batch", "activity"]
     assert "with 4 requests" in lines[0]
     assert "every 5 steps" in lines[1]
-    assert 0 < float(lines[2].split()[1].rstrip("%"))
+    assert float(lines[2].split()[1].rstrip("%")) > 0
