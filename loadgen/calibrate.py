@@ -18,7 +18,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from app.routing.profile import SCHEMA_VERSION, Profile, ProfileRefused, QualityEvidence, parse_profile
 from app.routing.settings import RoutingSettings
 from app.routing.tags import Tag
-from loadgen.calibration_gate import evidence_of, lossy_engines, read_texts, reference_of
+from loadgen.answer_fidelity import wanted_answers
+from loadgen.calibration_gate import Gate, lossy_engines, reference_of
 from loadgen.calibration_plan import (
     FULL_GRIDS,
     QUICK_GRIDS,
@@ -31,7 +32,6 @@ from loadgen.calibration_plan import (
 from loadgen.calibration_trials import Calibrator, TrialFailed
 from loadgen.client import OpenAIClient, ServerFault
 from loadgen.energy_facts import INCLUDE, EnergySource, offers_energy
-from loadgen.fidelity import TextFidelity
 from loadgen.fitting import EngineSamples, interference, modes_of_profile
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.profile_answer import answer, table_of, words_of
@@ -44,8 +44,8 @@ from loadgen.servers import write_json
 _QUICK_BUDGET_S, _FULL_BUDGET_S = 540.0, 3300.0
 _QUICK_ROUNDS, _FULL_ROUNDS = 5, 10
 _QUICK_TEXTS, _FULL_TEXTS = 24, 80
-_GATE_SHARE = 0.25
-"""Of the budget, at most, for the quality gate."""
+_TEXTS_SHARE, _ANSWERS_SHARE = 0.25, 0.15
+"""Of the budget, at most, for the quality gate; few modes need answers."""
 
 
 class CalibrationFailed(Exception):
@@ -78,7 +78,7 @@ class Found:
     grid: Grid | None = None
     rounds: int = 0
     failures: list[str] = dataclasses.field(default_factory=list)
-    texts: list[TextFidelity] = dataclasses.field(default_factory=list)
+    gate: Gate = dataclasses.field(default_factory=Gate)
     energy: EnergySource | None = None
 
 
@@ -100,7 +100,8 @@ async def _measure(options: Options, found: Found, console: Console) -> None:
         with console.status(f"warm-up of {len(engines)} engines"):
             pace = await calibrator.warm_up()
         if options.gate:
-            await _gate(options, served, asker, name, found, console)
+            found.gate = Gate(lossy_engines(served.modes, options.judged), wanted_answers(overview))
+            await _judge(options, served, asker, name, found.gate, console)
         left_s = options.budget_s - (time.perf_counter() - began)
         grids = FULL_GRIDS if options.full else QUICK_GRIDS
         grid = found.grid = choose_grid(served.engines, grids, pace, left_s, served.longest_tokens)
@@ -129,18 +130,20 @@ async def _measure(options: Options, found: Found, console: Console) -> None:
                 await calibrator.note_memory()
 
 
-async def _gate(
-    options: Options, served: Served, client: OpenAIClient, name: str, found: Found, console: Console
+async def _judge(
+    options: Options, served: Served, client: OpenAIClient, name: str, gate: Gate, console: Console
 ) -> None:
     """Evidence on lossy modes that have none; a server that cannot give it is told and costs nothing else."""
-    lossy = lossy_engines(served.modes, options.judged)
     reference = reference_of(served.modes, RoutingSettings().reference_mode)
-    if not lossy or reference is None:
+    if not gate.engines or reference is None:
         return
     count = _FULL_TEXTS if options.full else _QUICK_TEXTS
-    with console.status(f"quality of {', '.join(lossy)} against {reference} on {count} texts"):
-        why = await read_texts(client, name, reference, list(lossy), count, _GATE_SHARE * options.budget_s, found.texts)
-    if why is not None:
+    with console.status(f"quality of {', '.join(gate.engines)} against {reference} on {count} texts"):
+        whys = [await gate.read(client, name, reference, count, _TEXTS_SHARE * options.budget_s)]
+    if gate.to_answer:
+        with console.status(f"answers of {', '.join(gate.to_answer)} against {reference}"):
+            whys.append(await gate.answer(client, name, reference, _ANSWERS_SHARE * options.budget_s))
+    for why in filter(None, whys):
         console.print(why, style="yellow", markup=False)
 
 
@@ -241,7 +244,7 @@ def register(app: typer.Typer) -> None:
             interrupted = run_interruptible(_measure(options, found, console))
             if found.served is None:
                 raise CalibrationFailed("interrupted before anything was measured")
-            evidence += evidence_of(found.texts, lossy_engines(found.served.modes, judged))
+            evidence += found.gate.evidence()
             profile = make_profile(
                 found.served, found.samples, evidence, datetime.now(UTC).isoformat(timespec="seconds")
             )

@@ -4,14 +4,18 @@ It speaks for text without a tag and for nothing else; `quality` measures more, 
 """
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from app.routing.mode_info import ModeInfo
-from app.routing.profile import QualityEvidence
+from app.routing.profile import GateOutcome, QualityEvidence
 from app.routing.tags import Tag
+from loadgen.answer_fidelity import Wanted, measure_answers
 from loadgen.client import OpenAIClient, ServerFault
 from loadgen.fidelity import FidelityUnavailable, TextFidelity, measure_fidelity, stdlib_texts
-from loadgen.quality_gate import kl_evidence
+from loadgen.quality_gate import GENERATED_KL, Divergence, Limits, kl_evidence
+
+_ANSWERED_TEXTS = Limits().bootstrap_samples_min
 
 
 def lossy_engines(modes: Sequence[ModeInfo], judged: Collection[str]) -> dict[str, list[str]]:
@@ -29,28 +33,58 @@ def reference_of(modes: Sequence[ModeInfo], reference_mode: str) -> str | None:
     return reference_mode if reference_mode in plain else next(iter(plain), None)
 
 
-async def read_texts(
-    client: OpenAIClient,
-    served: str,
-    reference: str,
-    modes: Sequence[str],
-    count: int,
-    limit_s: float,
-    found: list[TextFidelity],
-) -> str | None:
-    """Lets every mode read `count` texts, into `found`; None, or why not all of them were read."""
+@dataclass(slots=True)
+class Gate:
+    """What is to be judged and what was found, kept outside of coroutines, so that an interruption loses nothing.
+
+    engines: as from `lossy_engines`. wanted: modes of which texts alone show too little.
+    """
+
+    engines: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    wanted: Mapping[str, Wanted] = field(default_factory=dict)
+    texts: list[TextFidelity] = field(default_factory=list)
+    answers: dict[str, list[Divergence]] = field(default_factory=dict)
+
+    async def read(self, client: OpenAIClient, served: str, reference: str, count: int, limit_s: float) -> str | None:
+        """Lets every engine read `count` texts; None, or why not all of them were read."""
+        texts = stdlib_texts(count)
+        reading = measure_fidelity(client, served, reference, list(self.engines), texts, on_text=self.texts.append)
+        return await _limited(reading, limit_s, "texts")
+
+    async def answer(self, client: OpenAIClient, served: str, reference: str, limit_s: float) -> str | None:
+        """Lets the modes answer that pass by their texts and need more; None, or why not all of them did."""
+        texts = stdlib_texts(_ANSWERED_TEXTS)
+        answering = measure_answers(client, served, reference, self.to_answer, texts, self.answers)
+        return await _limited(answering, limit_s, "answers")
+
+    @property
+    def to_answer(self) -> dict[str, Wanted]:
+        """What fails by its texts needs no answers."""
+        passed = [one.mode for one in evidence_of(self.texts, self.engines) if one.outcome is GateOutcome.PASS]
+        return {mode: self.wanted[mode] for mode in passed if mode in self.wanted}
+
+    def evidence(self) -> list[QualityEvidence]:
+        """All pieces; where a mode has two, both must pass."""
+        found = evidence_of(self.texts, self.engines)
+        return found + [
+            kl_evidence(mode, Tag.NONE.value, self.answers.get(mode, ()), metric=GENERATED_KL)
+            for mode in self.to_answer
+        ]
+
+
+async def _limited(measuring: Awaitable[object], limit_s: float, what: str) -> str | None:
     try:
         async with asyncio.timeout(limit_s):
-            await measure_fidelity(client, served, reference, modes, stdlib_texts(count), on_text=found.append)
+            await measuring
     except TimeoutError:
-        return f"the quality gate had no time for all of its texts ({limit_s:.0f} s)"
+        return f"the quality gate had no time for all of its {what} ({limit_s:.0f} s)"
     except (FidelityUnavailable, ServerFault) as fault:
         return f"the quality gate: {fault}"
     return None
 
 
-def evidence_of(texts: Iterable[TextFidelity], engines: dict[str, list[str]]) -> list[QualityEvidence]:
-    """Evidence for every mode of each engine; one engine writes the same, whichever of its modes asks."""
+def evidence_of(texts: Iterable[TextFidelity], engines: Mapping[str, Sequence[str]]) -> list[QualityEvidence]:
+    """Evidence for every mode of each engine, which reads alike for all of them: no text is read from a cache."""
     by_mode: dict[str, list[TextFidelity]] = {}
     for text in texts:
         by_mode.setdefault(text.mode, []).append(text)

@@ -3,20 +3,20 @@
 Every mode reads the same text and says how probable it found each token, so one prompt gives hundreds of paired
 observations; a small model, whose right answers are near chance, is resolved all the same.
 
-Text is read in one pass. What a mode loses only while it generates, such as through a compressed KV cache that a
-backend does not use for the prompt itself, shows in answers alone.
+Text is read in one pass, and vLLM reads no cached prefix for it. What a mode loses only while it generates, such as
+through a compressed KV cache or a reused prefix, shows in answers alone: see `answer_fidelity`.
 """
 
 import asyncio
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from math import exp, log
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -25,8 +25,11 @@ from loadgen.quality_gate import Divergence
 from loadgen.records import Outcome
 
 TOP_TOKENS = 20  # vLLM's own limit of log-probabilities per position
+Key = TypeVar("Key", int, str)
+Result = TypeVar("Result")
 
-_TEXT_CHARACTERS = 1200
+# About 120 tokens: long enough to judge, short enough for a slow machine to read the least number of texts.
+_TEXT_CHARACTERS = 500
 # Long docstrings, and nothing happens on import.
 _MODULES = """
 argparse ast asyncio bisect calendar codecs collections concurrent.futures contextlib csv ctypes.util dataclasses
@@ -104,14 +107,19 @@ async def measure_fidelity(
                 if on_text is not None:
                     on_text(result)
 
-    tasks = [asyncio.ensure_future(one(index, text)) for index, text in enumerate(texts)]
+    await all_of([one(index, text) for index, text in enumerate(texts)])
+    return found
+
+
+async def all_of(parts: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All results in order. The first exception ends the other parts too, and passes through."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
     try:
-        await asyncio.gather(*tasks)
+        return list(await asyncio.gather(*tasks))
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return found
 
 
 async def read_text(client: OpenAIClient, model: str, text: str) -> list[Token]:
@@ -157,7 +165,7 @@ def compare(mode: str, text: int, reference: Sequence[Token], other: Sequence[To
     )
 
 
-def bucketed_kl(reference: Mapping[int, float], other: Mapping[int, float]) -> Divergence:
+def bucketed_kl(reference: Mapping[Key, float], other: Mapping[Key, float]) -> Divergence:
     """KL(reference || other) over the tokens that both list, the rest being one bucket.
 
     Merging outcomes never raises a KL (data processing inequality), so this is a lower bound, and a close one where

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 
 from app.routing.tags import Tag
+from loadgen.answer_fidelity import measure_answers, wanted_answers
 from loadgen.benchmarks import BenchmarkUnreadable, Question, read_questions
 from loadgen.client import OpenAIClient, ServerFault
 from loadgen.fidelity import FidelityUnavailable, TextFidelity, measure_fidelity, stdlib_texts
@@ -48,6 +49,7 @@ class Plan:
     output_tokens: int
     concurrency: int
     stall_s: float
+    limits: Limits
     out: Path
 
 
@@ -107,6 +109,7 @@ async def _measure(plan: Plan, measured: Measured, console: Console) -> None:
                     answer_lines.write(answer.to_json())
                 bar.advance(task)
 
+            await _answers(client, plan, served, modes, measured, console)
             if texts:
                 await measure_fidelity(
                     client,
@@ -128,6 +131,24 @@ async def _measure(plan: Plan, measured: Measured, console: Console) -> None:
                 concurrency=plan.concurrency,
                 on_answers=keep_answers,
             )
+
+
+async def _answers(
+    client: OpenAIClient, plan: Plan, served: str, modes: Sequence[str], measured: Measured, console: Console
+) -> None:
+    """Of the modes that texts and single questions show too little of; a server that cannot give them is told."""
+    try:
+        wanted = wanted_answers(await client.get_json("/v1/modes"))
+    except ServerFault:  # a server without modes: nothing is known of them
+        return
+    measured.wanted = {mode: why for mode, why in wanted.items() if mode in modes}
+    if measured.wanted:
+        texts = stdlib_texts(plan.limits.bootstrap_samples_min)
+        try:
+            with console.status(f"answers of {', '.join(measured.wanted)}"):
+                await measure_answers(client, served, plan.reference, measured.wanted, texts, measured.generated)
+        except FidelityUnavailable as why:
+            console.print(f"no answers to judge {', '.join(measured.wanted)} by: {why}", style="yellow", markup=False)
 
 
 def _json_line(found: TextFidelity) -> str:
@@ -202,6 +223,7 @@ def register(app: typer.Typer) -> None:
                 output_tokens,
                 concurrency,
                 stall_s,
+                limits,
                 out,
             )
             # Samples alone are judged without a server.

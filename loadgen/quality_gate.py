@@ -1,6 +1,8 @@
 """The quality gate: from paired measurements of a mode and the reference to an outcome with its confidence interval.
 
-Every mode is judged by its own measurements: a combination is never inferred from its parts. Pure.
+A combination is never inferred from its parts. Modes of one engine share what is one computation, such as a text read
+without cached prefixes; one that reuses prefixes, or keeps its KV cache in another type, must show its own answers too.
+Pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +17,8 @@ from loadgen.statistics import Floats, Interval, paired_bootstrap
 
 ACCURACY = "accuracy_points"
 KL = "kl_nats_per_token"
+GENERATED_KL = "generated_kl_nats_per_token"
+"""The same of the mode's own answers, the ones to repeated prompts where it reuses prefixes."""
 
 _Z_95 = 1.959964
 
@@ -77,11 +81,13 @@ def accuracy_evidence(
     )
 
 
-def kl_evidence(mode: str, scope: str, texts: Sequence[Divergence], limits: Limits | None = None) -> QualityEvidence:
+def kl_evidence(
+    mode: str, scope: str, texts: Sequence[Divergence], limits: Limits | None = None, *, metric: str = KL
+) -> QualityEvidence:
     """Nats by which the mode strays, negated so that negative is worse; `samples` are texts, the unit resampled."""
     limits = limits or Limits()
     if not texts:
-        return QualityEvidence(mode=mode, scope=scope, outcome=GateOutcome.INSUFFICIENT, metric=KL)
+        return QualityEvidence(mode=mode, scope=scope, outcome=GateOutcome.INSUFFICIENT, metric=metric)
     interval = mean_interval([-text.kl_nats for text in texts])
     trusted = (
         len(texts) >= limits.bootstrap_samples_min and fmean(text.covered for text in texts) >= limits.kl_covered_min
@@ -90,7 +96,7 @@ def kl_evidence(mode: str, scope: str, texts: Sequence[Divergence], limits: Limi
         mode=mode,
         scope=scope,
         outcome=judge(interval.low, interval.high, -limits.kl_max_nats) if trusted else GateOutcome.INSUFFICIENT,
-        metric=KL,
+        metric=metric,
         delta=interval.estimate,
         low=_finite(interval.low),
         high=_finite(interval.high),

@@ -9,9 +9,12 @@ from typing import Any
 from rich.table import Table
 
 from app.routing.profile import GateOutcome, QualityEvidence
+from loadgen.answer_fidelity import Wanted
 from loadgen.fidelity import TextFidelity
 from loadgen.quality_gate import (
+    GENERATED_KL,
     KL,
+    Divergence,
     Limits,
     PairedAnswer,
     accuracy_evidence,
@@ -29,12 +32,15 @@ class Measured:
     """All results so far, kept outside of the coroutines, so that an interruption loses nothing.
 
     answers: one list a question, the reference's first. texts: with the scopes that each text speaks for.
-    pairs: right answers from elsewhere, by (mode, scope).
+    pairs: right answers from elsewhere, by (mode, scope). wanted: modes that must show their own answers, which are
+    `generated`.
     """
 
     answers: list[list[Answered]] = field(default_factory=list)
     texts: list[tuple[tuple[str, ...], TextFidelity]] = field(default_factory=list)
     pairs: dict[tuple[str, str], list[PairedAnswer]] = field(default_factory=dict)
+    wanted: Mapping[str, Wanted] = field(default_factory=dict)
+    generated: dict[str, list[Divergence]] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[Answered]:
@@ -71,14 +77,16 @@ def all_evidence(measured: Measured, limits: Limits) -> list[QualityEvidence]:
             found.append(accuracy_evidence(mode, scope, answers[mode, scope], limits))
         if (mode, scope) in texts:
             found.append(kl_evidence(mode, scope, [text.divergence for text in texts[mode, scope]], limits))
+        if mode in measured.wanted:
+            found.append(kl_evidence(mode, scope, measured.generated.get(mode, ()), limits, metric=GENERATED_KL))
     return found
 
 
 def settled(found: Iterable[QualityEvidence]) -> list[QualityEvidence]:
-    """One piece for each mode and scope: the one that decides."""
-    groups: dict[tuple[str, str], list[QualityEvidence]] = {}
+    """One piece for each mode and scope: the one that decides. That of a mode's own answers must pass beside it."""
+    groups: dict[tuple[str, str, bool], list[QualityEvidence]] = {}
     for item in found:
-        groups.setdefault((item.mode, item.scope), []).append(item)
+        groups.setdefault((item.mode, item.scope, item.metric == GENERATED_KL), []).append(item)
     return [settle(items) for items in groups.values()]
 
 
@@ -154,7 +162,7 @@ def evidence_table(found: Sequence[QualityEvidence], limits: Limits) -> Table:
     for name in ("mode", "scope", "metric", "change", "95 % interval", "samples", "outcome"):
         table.add_column(name, justify="right" if name in ("change", "95 % interval", "samples") else "left")
     for item in found:
-        digits = 4 if item.metric == KL else 2
+        digits = 4 if item.metric in (KL, GENERATED_KL) else 2
         known = None not in (item.low, item.high)
         table.add_row(
             item.mode,

@@ -10,7 +10,7 @@ from typing import Any
 from app.routing.classes import RequestClass
 from loadgen.benchmarks import Marking, Question, most_probable, number_right
 from loadgen.client import CHAT_PATH, COMPLETION_PATH, OpenAIClient, ServerFault
-from loadgen.fidelity import TOP_TOKENS, post_json
+from loadgen.fidelity import TOP_TOKENS, all_of, post_json
 from loadgen.records import Outcome
 from loadgen.training_data import paper_features
 
@@ -76,13 +76,7 @@ async def ask_all(
                 answers.append(_beside(reference, answer))
             on_answers(answers)
 
-    tasks = [asyncio.ensure_future(one(question)) for question in questions]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await all_of(one(question) for question in questions)
 
 
 async def ask(client: OpenAIClient, served: str, mode: str, question: Question, output_tokens: int) -> Answered:

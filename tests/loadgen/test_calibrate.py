@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from app.routing.mode_info import ModeInfo
 from app.routing.profile import Profile, parse_profile
 from loadgen.calibrate import CalibrationFailed, read_quality
-from loadgen.calibration_gate import evidence_of, lossy_engines, reference_of
 from loadgen.calibration_trials import steady_window_ms, token_ms
-from loadgen.fidelity import TextFidelity
 from loadgen.records import RequestRecord
 from loadgen.served_modes import read_served
 from loadgen.server_facts import NothingServed
@@ -95,21 +92,6 @@ def test_frames_of_several_tokens_and_tokens_without_a_frame() -> None:
     assert steady_window_ms([record, later]) == (1140.0, 1180.0)
     assert token_ms(record, 1140.0, 1180.0) == pytest.approx(10.0)
     assert token_ms(RequestRecord(output_tokens=1), 0.0, 1.0) is None
-
-
-def test_one_mode_of_each_lossy_engine_is_asked_unless_it_was_judged() -> None:
-    modes = [
-        ModeInfo("fast", "fp16", "fp16", lossless=True, speculative=True),
-        ModeInfo("plain", "fp16", "fp16", lossless=True),
-        ModeInfo("int8", "int8", "int8", lossless=False),
-        ModeInfo("int8_more", "int8", "int8", lossless=False),
-        ModeInfo("gptq", "gptq", "gptq", lossless=False),
-    ]
-    assert lossy_engines(modes, {"gptq"}) == {"int8": ["int8", "int8_more"]}
-    assert (reference_of(modes, "fp16"), reference_of(modes[:1], "fp16")) == ("plain", None)
-    texts = [TextFidelity("int8", text, 300, 0.001, 0.99, 0.0, 0.0, 1.0) for text in range(24)]
-    found = evidence_of(texts, lossy_engines(modes, ()))
-    assert [(one.mode, one.outcome) for one in found] == [("int8", "pass"), ("int8_more", "pass")]
 
 
 def test_names_come_from_the_server_or_the_user() -> None:

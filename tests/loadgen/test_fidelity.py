@@ -107,4 +107,4 @@ def test_texts_are_the_same_every_time_and_differ() -> None:
     found = stdlib_texts(40)
     assert found == stdlib_texts(40)
     assert len(set(found)) == 40
-    assert all(len(text) > 1000 for text in found)
+    assert all(400 < len(text) < 600 for text in found)

@@ -11,7 +11,9 @@ import pytest
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from app.routing.profile import GateOutcome, QualityEvidence
+from app.routing.eligibility import QualityGate
+from app.routing.mode_info import ModeInfo
+from app.routing.profile import GateOutcome, QualityEvidence, parse_profile
 from app.routing.tags import Tag
 from loadgen.benchmarks import (
     BenchmarkUnreadable,
@@ -23,7 +25,10 @@ from loadgen.benchmarks import (
     read_questions,
 )
 from loadgen.lm_eval_samples import SamplesUnreadable, Source, pair_samples
+from loadgen.profile_answer import features_of
 from loadgen.questioning import scopes_of
+from loadgen.recipe import RequestKind
+from tests.loadgen.caching_modes import CachingApplication
 from tests.loadgen.conftest import finished, lines_in, serve
 
 
@@ -213,6 +218,30 @@ async def test_the_command_judges_modes(url: str, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     assert len(lines) == 333 * 3
     assert not any("text" in line or "prompt" in line for line in lines)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("corrupts", "outcome"), [((), "pass"), (("int8_prefix_caching",), "fail")])
+async def test_a_mode_that_reuses_prefixes_must_answer_from_its_cache(
+    tmp_path: Path, corrupts: tuple[str, ...], outcome: str
+) -> None:
+    server = await serve(CachingApplication(corrupts=frozenset(corrupts)).app())
+    process = command("--base-url", str(server.make_url("")), "--texts", "20", "--out", str(tmp_path))
+    words = await finished(process)
+    await server.close()
+    assert process.returncode == 0, words
+    found = TypeAdapter(list[QualityEvidence]).validate_json((tmp_path / "quality.json").read_bytes())
+    by_key = {(item.mode, item.metric): item.outcome for item in found if item.scope == "none"}
+    assert by_key["int8_prefix_caching", "kl_nats_per_token"] == "pass"
+    assert by_key["int8_prefix_caching", "generated_kl_nats_per_token"] == outcome
+    assert ("int8", "generated_kl_nats_per_token") not in by_key
+    curve = {"prefill_ms": [(1, 1.0), (2, 2.0)], "step_ms": [(1, 1.0)]}
+    content = {"schema_version": 1, "version": "v", "model": "m", "hardware": "h", "modes": {"int8": curve}}
+    content["quality"] = [item.model_dump(mode="json") for item in found]
+    profile = parse_profile(content, model="m", hardware="h")
+    gate = QualityGate([ModeInfo("int8_prefix_caching", "int8", "int8", lossless=False)], profile, frozenset())
+    features = features_of(RequestKind(kind="story", prompt_tokens=100, output_tokens=50))
+    assert bool(gate.refused(features)) == (outcome == "fail")
 
 
 @pytest.mark.timeout(60)

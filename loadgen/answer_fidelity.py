@@ -1,0 +1,141 @@
+"""How far a mode's own answers stray from the reference's, token by token for as long as both write the same.
+
+A text that is read in one pass never touches what a combination can break: vLLM reads no cached prefix for it, and a
+backend may use its KV cache only while it generates. So a mode that reuses prefixes is asked everything twice, and the
+answer from its cache is the one that is compared.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from loadgen.client import COMPLETION_PATH, OpenAIClient
+from loadgen.fidelity import TOP_TOKENS, FidelityUnavailable, all_of, bucketed_kl, post_json
+from loadgen.quality_gate import Divergence
+from loadgen.server_facts import engines
+
+_OUTPUT_TOKENS = 8
+_CACHED_SHARE_MIN = 0.5
+"""Of the tokens of all repeated prompts: a cache holds whole blocks only, and a prompt's last one is computed anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Why a mode's own answers are wanted."""
+
+    engine: str
+    reuses_prefixes: bool
+    kv_dtype: str | None
+    """Of its KV cache, where it is not the model's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A greedy answer. `tops` has the natural logarithms of the most probable tokens at each place."""
+
+    prompt_tokens: int
+    tokens: tuple[str, ...]
+    tops: tuple[Mapping[str, float], ...]
+
+
+def wanted_answers(overview: Mapping[str, Any]) -> dict[str, Wanted]:
+    """From `GET /v1/modes`: the ready lossy modes whose text reading shows less than they do."""
+    rows = [row for row in overview.get("data") or () if isinstance(row, dict)]
+    states = {row.get("name"): row for row in overview.get("engines") or () if isinstance(row, dict)}
+    found = {}
+    for row in rows:
+        if row.get("state") != "ready" or row.get("lossless"):
+            continue
+        engine = str(row.get("engine") or row.get("id"))
+        args = (states.get(engine) or {}).get("engine_args") or {}
+        kv_dtype = (row.get("engine_delta") or {}).get("kv_cache_dtype") or args.get("kv_cache_dtype")
+        wanted = Wanted(engine, bool(row.get("prefix_reuse")), None if kv_dtype in (None, "auto") else str(kv_dtype))
+        if wanted.reuses_prefixes or wanted.kv_dtype:
+            found[str(row["id"])] = wanted
+    return found
+
+
+async def measure_answers(
+    client: OpenAIClient,
+    served: str,
+    reference_mode: str,
+    modes: Mapping[str, Wanted],
+    texts: Sequence[str],
+    found: dict[str, list[Divergence]],
+    *,
+    concurrency: int = 2,
+) -> None:
+    """Lets the reference and every mode continue every text; a mode is in `found` once all of its answers are there.
+
+    Raises FidelityUnavailable, also where the server cannot show that repeated prompts came from the cache, and
+    ServerFault.
+    """
+    slots = asyncio.Semaphore(concurrency)
+
+    async def answer(mode: str, text: str, asks: int = 1) -> Written:
+        async with slots:
+            for _ in range(asks):
+                written = await write(client, f"{served}:{mode}", text)
+            return written
+
+    references = await all_of(answer(reference_mode, text) for text in texts)
+    for mode, wanted in modes.items():
+        asks = 2 if wanted.reuses_prefixes else 1
+        before = await _cached_tokens(client, wanted.engine) if wanted.reuses_prefixes else 0
+        answers = await all_of(answer(mode, text, asks) for text in texts)
+        if wanted.reuses_prefixes:
+            cached = await _cached_tokens(client, wanted.engine) - before
+            repeated = sum(written.prompt_tokens for written in answers)
+            if cached < _CACHED_SHARE_MIN * repeated:
+                raise FidelityUnavailable(
+                    f"{mode} took only {cached} of {repeated} repeated prompt tokens from its cache"
+                )
+        found[mode] = [divergence(*pair) for pair in zip(references, answers, strict=True)]
+
+
+async def write(client: OpenAIClient, model: str, text: str) -> Written:
+    """A short continuation of `text`. Raises FidelityUnavailable for an answer without log-probabilities."""
+    body = {
+        "model": model,
+        "prompt": text,
+        "max_tokens": _OUTPUT_TOKENS,
+        "temperature": 0,
+        "logprobs": TOP_TOKENS,
+        # Different tokens may read alike.
+        "return_tokens_as_token_ids": True,
+        "ignore_eos": True,
+    }
+    answer = await post_json(client, COMPLETION_PATH, body)
+    try:
+        seen = answer["choices"][0]["logprobs"]
+        tops = tuple({str(token): float(value) for token, value in top.items()} for top in seen["top_logprobs"])
+        written = Written(int(answer["usage"]["prompt_tokens"]), tuple(map(str, seen["tokens"])), tops)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise FidelityUnavailable(
+            f"{client.base_url}: {model} answers without usable logprobs ({type(error).__name__}: {error})"
+        ) from error
+    if not written.tokens or len(written.tokens) != len(written.tops):
+        raise FidelityUnavailable(f"{client.base_url}: {model} gives no log-probabilities for its answer")
+    return written
+
+
+def divergence(reference: Written, other: Written) -> Divergence:
+    """Means over the tokens up to the first that differs, itself included: until there both have read the same."""
+    alike = 1
+    for mine, theirs in zip(reference.tokens, other.tokens, strict=False):
+        if mine != theirs:
+            break
+        alike += 1
+    found = [bucketed_kl(*pair) for pair in zip(reference.tops[:alike], other.tops[:alike], strict=False)]
+    return Divergence(fmean(item.kl_nats for item in found), fmean(item.covered for item in found))
+
+
+async def _cached_tokens(client: OpenAIClient, engine: str) -> int:
+    """How many prompt tokens an engine has taken from its cache since it started."""
+    for state in await engines(client) or []:
+        hits = state.get("prefix_hits_tokens")
+        if state.get("name") == engine and isinstance(hits, int):
+            return hits
+    raise FidelityUnavailable(f"{client.base_url} does not tell what {engine} takes from its cache")
