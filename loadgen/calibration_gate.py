@@ -4,7 +4,7 @@ It speaks for text without a tag and for nothing else; `quality` measures more, 
 """
 
 import asyncio
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from app.routing.mode_info import ModeInfo
@@ -43,13 +43,18 @@ class Gate:
     engines: Mapping[str, Sequence[str]] = field(default_factory=dict)
     wanted: Mapping[str, Wanted] = field(default_factory=dict)
     texts: list[TextFidelity] = field(default_factory=list)
+    on_text: Callable[[TextFidelity], None] = lambda text: None
     answers: dict[str, list[Divergence]] = field(default_factory=dict)
 
     async def read(self, client: OpenAIClient, served: str, reference: str, count: int, limit_s: float) -> str | None:
         """Lets every engine read `count` texts; None, or why not all of them were read."""
         texts = stdlib_texts(count)
-        reading = measure_fidelity(client, served, reference, list(self.engines), texts, on_text=self.texts.append)
+        reading = measure_fidelity(client, served, reference, list(self.engines), texts, on_text=self._keep)
         return await _limited(reading, limit_s, "texts")
+
+    def _keep(self, text: TextFidelity) -> None:
+        self.texts.append(text)
+        self.on_text(text)
 
     async def answer(self, client: OpenAIClient, served: str, reference: str, limit_s: float) -> str | None:
         """Lets the modes answer that pass by their texts and need more; None, or why not all of them did."""

@@ -8,7 +8,9 @@ through a compressed KV cache or a reused prefix, shows in answers alone: see `a
 """
 
 import asyncio
+import dataclasses
 import inspect
+import json
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +80,10 @@ class TextFidelity:
     @property
     def divergence(self) -> Divergence:
         return Divergence(self.kl_nats, self.covered)
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
 
 async def measure_fidelity(

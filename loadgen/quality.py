@@ -1,7 +1,6 @@
 """`quality`: whether a mode answers as well as the reference, paired question by question, with an interval."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -100,7 +99,7 @@ async def _measure(plan: Plan, measured: Measured, console: Console) -> None:
 
             def keep_text(found: TextFidelity) -> None:
                 measured.texts.append((texts[found.text].scopes(found.tokens, plan.output_tokens), found))
-                text_lines.write(_json_line(found))
+                text_lines.write(found.to_json())
                 bar.advance(task)
 
             def keep_answers(found: list[Answered]) -> None:
@@ -149,10 +148,6 @@ async def _answers(
                 await measure_answers(client, served, plan.reference, measured.wanted, texts, measured.generated)
         except FidelityUnavailable as why:
             console.print(f"no answers to judge {', '.join(measured.wanted)} by: {why}", style="yellow", markup=False)
-
-
-def _json_line(found: TextFidelity) -> str:
-    return json.dumps(dataclasses.asdict(found), separators=(",", ":"))
 
 
 def report(measured: Measured, limits: Limits, out: Path, console: Console, *, complete: bool) -> None:

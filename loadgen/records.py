@@ -1,6 +1,8 @@
 """What one request became: the result record, and JSON-lines files that survive an interruption."""
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -113,6 +115,22 @@ class LineWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def require_writable(path: Path) -> None:
+    """Makes the folder of `path`, which is written at the end of a measurement, and leaves the file as it is.
+
+    Raises OutputUnwritable now rather than then.
+    """
+    part = path.with_suffix(".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        part.open("ab").close()
+        part.unlink()
+    except OSError as error:
+        raise OutputUnwritable(f"cannot write {path}: {error.strerror or error}") from error
 
 
 class RecordWriter:

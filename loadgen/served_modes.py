@@ -4,7 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from app.routing.mode_info import ModeInfo
+from app.routing.settings import RoutingSettings
 from loadgen.calibration_plan import Engine
 from loadgen.server_facts import NothingServed
 
@@ -76,6 +79,21 @@ def engines_of(modes: Sequence[ModeInfo]) -> tuple[Engine, ...]:
 
 def _states(overview: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {str(one.get("name")): one for one in overview.get("engines") or () if isinstance(one, dict)}
+
+
+def read_settings(overview: Mapping[str, Any]) -> tuple[RoutingSettings, str | None]:
+    """The settings that the server routes by; the defaults and a sentence about it where it does not tell its own."""
+    routing = overview.get("routing")
+    routing = routing if isinstance(routing, dict) else {}
+    defaults = RoutingSettings()
+    if isinstance(told := routing.get("settings"), dict):
+        try:
+            return RoutingSettings.model_validate(told), None
+        except ValidationError:
+            return defaults, "The server's routing settings are unknown here: the answer supposes the defaults."
+    if routing.get("settings_version") == defaults.version:
+        return defaults, None
+    return defaults, "The server does not tell its routing settings: the answer supposes the defaults."
 
 
 def _draws_drafts(state: Mapping[str, Any]) -> bool:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from app.routing.profile import Profile, parse_profile
-from loadgen.calibrate import CalibrationFailed, read_quality
+from app.routing.settings import RoutingSettings
+from loadgen.calibration_profile import CalibrationFailed, read_quality
 from loadgen.calibration_trials import steady_window_ms, token_ms
-from loadgen.records import RequestRecord
-from loadgen.served_modes import read_served
+from loadgen.records import OutputUnwritable, RequestRecord, read_records, require_writable
+from loadgen.served_modes import read_served, read_settings
 from loadgen.server_facts import NothingServed
 from tests.loadgen.conftest import finished, serve
 from tests.loadgen.fake_modes import FakeApplication, four_engines
@@ -22,7 +23,7 @@ from tests.loadgen.fake_modes import FakeApplication, four_engines
 @contextmanager
 def calibrate(url: str, model_folder: Path, out: Path, *more: str) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-m", "loadgen", "calibrate", "--base-url", url, "--out", str(out)]
-    command += ["--tokenizer", str(model_folder), *more]
+    command += ["--tokenizer", str(model_folder), "--results", str(out.parent / "results"), *more]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         yield process
         process.kill()
@@ -59,7 +60,19 @@ async def test_a_server_of_known_speed_is_recovered(model_folder: Path, tmp_path
     assert int8.decode_j_per_token is None, "its server tells no energy, and unknown is not 0"
     (evidence,) = profile.quality
     assert (evidence.mode, evidence.scope, evidence.outcome) == ("int8", "none", "pass")
-    assert "routing by cost is predicted to take" in " ".join(words.split())
+    said = " ".join(words.split())
+    assert "routing by cost is predicted to take" in said
+    assert "does not tell its routing settings" in said
+    records, damaged = read_records(tmp_path / "results" / "requests.jsonl")
+    assert damaged == 0
+    assert {record.workload.rpartition(": ")[2].split()[0] for record in records} == {
+        "warm-up",
+        "prefill",
+        "step",
+        "together",
+    }
+    assert (tmp_path / "results" / "texts.jsonl").read_text().count('"mode":"int8"') == 24
+    assert json.loads((tmp_path / "results" / "summary.json").read_text())["version"] == profile.version
 
 
 async def test_an_interrupted_calibration_writes_what_it_has(model_folder: Path, tmp_path: Path) -> None:
@@ -72,6 +85,53 @@ async def test_an_interrupted_calibration_writes_what_it_has(model_folder: Path,
         words = await finished(process)
     assert process.returncode == 130, words
     assert "fp16" in read(tmp_path / "profile.json").modes
+
+
+async def test_a_kill_loses_no_whole_round(model_folder: Path, tmp_path: Path) -> None:
+    url = str((await serve(FakeApplication(four_engines()).app())).make_url(""))
+    with calibrate(url, model_folder, tmp_path / "profile.json", "--budget-s", "500") as process:
+        while not (tmp_path / "profile.json").exists():
+            await asyncio.sleep(0.05)
+        process.kill()
+        await finished(process)
+    assert set(read(tmp_path / "profile.json").modes) == {"fp16", "prefix_caching", "int8", "speculative"}
+    assert len(read_records(tmp_path / "results" / "requests.jsonl").records) > 20
+
+
+@pytest.mark.parametrize("place", ["file/profile.json", "folder"])
+async def test_what_cannot_be_written_is_said_before_anything_is_measured(
+    model_folder: Path, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    application = FakeApplication(four_engines())
+    url = str((await serve(application.app())).make_url(""))
+    with calibrate(url, model_folder, tmp_path / place, "--results", str(tmp_path / "results")) as process:
+        words = await finished(process)
+    assert process.returncode == 2, words
+    assert "cannot write" in words
+    assert application.policies == []
+
+
+def test_looking_whether_a_file_can_be_written_leaves_it_alone(tmp_path: Path) -> None:
+    require_writable(tmp_path / "new" / "profile.json")
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "old.json").write_text("kept")
+    require_writable(tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "kept"
+    with pytest.raises(OutputUnwritable, match="cannot write /proc/nowhere"):
+        require_writable(Path("/proc/nowhere/profile.json"))
+
+
+def test_the_answer_is_for_the_settings_that_the_server_tells() -> None:
+    mine = RoutingSettings(accepted_modes=frozenset({"gptq"}))
+    assert read_settings({"routing": {"settings": mine.model_dump(mode="json")}}) == (mine, None)
+    assert read_settings({"routing": {"settings_version": RoutingSettings().version}}) == (RoutingSettings(), None)
+    for routing in ({"settings_version": mine.version}, {}, None, {"settings": {"odd": 1}}):
+        settings, why = read_settings({"routing": routing})
+        assert settings == RoutingSettings()
+        assert why is not None
+        assert "supposes the defaults" in why
 
 
 async def test_a_server_that_fails_is_an_error_and_no_profile(model_folder: Path, tmp_path: Path) -> None:
