@@ -16,6 +16,7 @@ from loadgen.client import OpenAIClient, ServerFault
 from loadgen.energy_by_mode import Results, Spent, accounts, j_per_token, rows, table_of
 from loadgen.energy_facts import INCLUDE, EnergySource, offers_energy
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
+from loadgen.options import ApiKey
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.records import Outcome, OutputUnwritable, RecordWriter, RequestRecord
 from loadgen.runner import ClosedLoop, LoadRun, Manner
@@ -34,6 +35,7 @@ class Options:
     """The command's options; see their help texts."""
 
     base_url: str
+    api_key: str | None
     modes: list[str]
     reference: str
     workload: str
@@ -85,7 +87,7 @@ class _Measurement:
 async def _measure(options: Options, results: Results, console: Console) -> None:
     async with AsyncExitStack() as stack:
         writer = stack.enter_context(RecordWriter(options.out))
-        asker = await stack.enter_async_context(OpenAIClient(options.base_url))
+        asker = await stack.enter_async_context(OpenAIClient(options.base_url, api_key=options.api_key))
         modes = options.modes or await ready_modes(asker)
         if options.reference not in modes:
             raise NothingServed(f"the reference mode {options.reference!r} is not among: {', '.join(modes) or 'none'}")
@@ -93,7 +95,9 @@ async def _measure(options: Options, results: Results, console: Console) -> None
         served = await first_model(asker)
         source = EnergySource(await offers_energy(asker, f"{served}:{modes[0]}"))
         include = INCLUDE if source.offered else None
-        client = await stack.enter_async_context(OpenAIClient(options.base_url, include=include))
+        client = await stack.enter_async_context(
+            OpenAIClient(options.base_url, api_key=options.api_key, include=include)
+        )
         maker = PromptMaker(ChatTokenizer.load(options.tokenizer or await tokenizer_folder(asker)))
         measurement = _Measurement(options, client, served, source, maker, writer, results)
         for mode in modes:
@@ -125,7 +129,7 @@ def _report(options: Options, results: Results, console: Console) -> None:
     summary = {
         "command": "energy",
         "reference": options.reference,
-        "options": {name: str(value) for name, value in asdict(options).items()},
+        "options": {name: str(value) for name, value in asdict(options).items() if name != "api_key"},
         "rows": [row.as_json() for row in found],
         "failures": results.failures,
     }
@@ -146,6 +150,7 @@ def register(app: typer.Typer) -> None:
         concurrency: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 1,
         rounds: Annotated[int, typer.Option(min=1, help="Each sends to every mode, in a new order.")] = 5,
         tokenizer: Annotated[Path | None, typer.Option(help="Model folder; the server's by default.")] = None,
+        api_key: ApiKey = None,
         exact_output: Annotated[bool, typer.Option(help="Send vLLM's ignore_eos.")] = True,
         out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results/energy"),
         seed: int = 0,
@@ -156,6 +161,7 @@ def register(app: typer.Typer) -> None:
             raise typer.BadParameter(f"no workload {workload!r}; there are: {', '.join(WORKLOADS)}")
         options = Options(
             base_url,
+            api_key,
             mode or [],
             reference,
             workload,

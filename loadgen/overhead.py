@@ -13,6 +13,7 @@ from rich.console import Console
 from loadgen.bare_server import EngineDescription, EngineUnknown, describe_engine
 from loadgen.client import OpenAIClient, ServerFault
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
+from loadgen.options import ApiKey
 from loadgen.overhead_report import compare, table_of
 from loadgen.overhead_trials import APP, BARE, CONTROL, Rounds, Side, TrialRunner, orders
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
@@ -35,6 +36,7 @@ class Options:
     """The command's options; see their help texts."""
 
     base_url: str
+    api_key: str | None
     mode: str
     serve_config: Path
     bare_url: str | None
@@ -64,7 +66,7 @@ class Run:
 async def _measure(options: Options, run: Run, console: Console) -> None:
     async with AsyncExitStack() as stack:
         writer = stack.enter_context(RecordWriter(options.out))
-        app = await stack.enter_async_context(OpenAIClient(options.base_url))
+        app = await stack.enter_async_context(OpenAIClient(options.base_url, api_key=options.api_key))
         await _ensure_app(stack, app, options, console)
         served = await first_model(app)
         run.engine = describe_engine(await app.get_json("/v1/modes"), options.mode)
@@ -138,7 +140,9 @@ def _report(options: Options, run: Run, interrupted: bool, console: Console) -> 
         )
     for failure in run.rounds.failures:
         console.print(f"left out: {failure}", style="yellow", markup=False)
-    settings: dict[str, Any] = {key: str(value) for key, value in dataclasses.asdict(options).items()}
+    settings: dict[str, Any] = {
+        key: str(value) for key, value in dataclasses.asdict(options).items() if key != "api_key"
+    }
     summary = {
         "command": "overhead",
         "interrupted": interrupted,
@@ -166,6 +170,7 @@ def register(app: typer.Typer) -> None:
         base_url: Annotated[
             str, typer.Option(help="This application; started when nothing answers.")
         ] = "http://127.0.0.1:8000",
+        api_key: ApiKey = None,
         mode: Annotated[str, typer.Option(help="The mode whose engine is compared.")] = "fp16",
         serve_config: Annotated[Path, typer.Option(help="Started with this one mode.")] = Path("serve_config.yaml"),
         bare_url: Annotated[str | None, typer.Option(help="A running vLLM server, instead of starting one.")] = None,
@@ -185,6 +190,7 @@ def register(app: typer.Typer) -> None:
         console = Console()
         options = Options(
             base_url,
+            api_key,
             mode,
             serve_config,
             bare_url,

@@ -16,6 +16,7 @@ from loadgen.client import OpenAIClient, ServerFault
 from loadgen.fidelity import FidelityUnavailable, TextFidelity, measure_fidelity, stdlib_texts
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.lm_eval_samples import SamplesUnreadable, Source, pair_samples
+from loadgen.options import ApiKey
 from loadgen.quality_gate import Limits
 from loadgen.quality_report import (
     Measured,
@@ -191,7 +192,7 @@ def register(app: typer.Typer) -> None:
         accuracy_drop: Annotated[float, typer.Option(min=0, help="Points of accuracy a mode may lose.")] = 1.5,
         kl_max: Annotated[float, typer.Option(min=0, help="Nats a token a mode may stray.")] = 0.05,
         samples: Annotated[list[str] | None, typer.Option(help="lm-eval's samples: MODE:SCOPE=FILE.")] = None,
-        api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=False)] = None,
+        api_key: ApiKey = None,
         stall_s: Annotated[float, typer.Option(min=0.1, help="Longest silence of the server.")] = 300.0,
         out: Annotated[Path, typer.Option(help="Folder for quality.json and the answers.")] = Path("results/quality"),
     ) -> None:

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 from loadgen.arrivals import RATE_SCHEDULES, Replayed
 from loadgen.client import OpenAIClient, ServerFault
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
+from loadgen.options import ApiKey
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.records import OutputUnwritable, RecordWriter, RequestRecord
 from loadgen.runner import Arrival, ClosedLoop, LoadRun, Manner, Progress
@@ -189,7 +190,7 @@ def register(app: typer.Typer) -> None:
         slo_total_ms: Annotated[float | None, typer.Option(help="Limit for goodput.")] = None,
         stall_s: Annotated[float, typer.Option(min=0.01, help="Longest silence of the server.")] = 120.0,
         include: Annotated[str | None, typer.Option(help="Extra objects, as `mode,timing`.")] = None,
-        api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True)] = None,
+        api_key: ApiKey = None,
         out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results/run"),
         seed: int = 0,
     ) -> None:

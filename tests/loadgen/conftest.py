@@ -1,7 +1,7 @@
 import asyncio
 import json
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,22 @@ async def serve(app: web.Application) -> TestServer:
     server = TestServer(app)
     await server.start_server()
     return server
+
+
+API_KEY = "sk-of-a-tenant"
+
+
+def keyed(app: web.Application) -> web.Application:
+    """The same application, open to those who send `API_KEY` only."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
+        if request.headers.get("authorization") != f"Bearer {API_KEY}":
+            return web.json_response({"error": {"message": "no such key", "code": "invalid_api_key"}}, status=401)
+        return await handler(request)
+
+    app.middlewares.append(guard)
+    return app
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from loadgen.calibration_trials import steady_window_ms, token_ms
 from loadgen.records import OutputUnwritable, RequestRecord, read_records, require_writable
 from loadgen.served_modes import read_served, read_settings
 from loadgen.server_facts import NothingServed
-from tests.loadgen.conftest import finished, serve
+from tests.loadgen.conftest import API_KEY, finished, keyed, serve
 from tests.loadgen.fake_modes import FakeApplication, four_engines
 
 
@@ -34,8 +34,9 @@ def read(path: Path) -> Profile:
 
 
 async def test_a_server_of_known_speed_is_recovered(model_folder: Path, tmp_path: Path) -> None:
-    url = str((await serve(FakeApplication(four_engines(), energy=True).app())).make_url(""))
-    with calibrate(url, model_folder, tmp_path / "profile.json", "--budget-s", "25") as process:
+    url = str((await serve(keyed(FakeApplication(four_engines(), energy=True).app()))).make_url(""))
+    more = ("--budget-s", "25", "--api-key", API_KEY)
+    with calibrate(url, model_folder, tmp_path / "profile.json", *more) as process:
         words = await finished(process)
     assert process.returncode == 0, words
     profile = read(tmp_path / "profile.json")

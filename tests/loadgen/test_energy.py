@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from loadgen.__main__ import make_app
 from loadgen.energy_by_mode import Account, Results, Spent, accounts, j_per_token, rows
-from tests.loadgen.conftest import finished, lines_in, serve
+from tests.loadgen.conftest import API_KEY, finished, keyed, lines_in, serve
 
 JOULES_PER_TOKEN = {"fp16": 4.0, "gptq": 1.0}
 
@@ -128,8 +128,9 @@ async def run(app: web.Application, model_folder: Path, out: Path, *more: str) -
 
 async def test_the_command_end_to_end(model_folder: Path, tmp_path: Path) -> None:
     told = {"method": "modelled", "scope": "cpu package", "status": "final"}
-    code, words, found = await run(application(told), model_folder, tmp_path)
+    code, words, found = await run(keyed(application(told)), model_folder, tmp_path, "--api-key", API_KEY)
     assert code == 0, words
+    assert API_KEY not in (tmp_path / "energy.json").read_text()
     fp16, gptq = found["rows"]
     assert fp16["j_per_token"] == {"estimate": 4.0, "low": 4.0, "high": 4.0, "pairs": 3}
     assert gptq["ratio"] == {"estimate": pytest.approx(0.25), "low": 0.25, "high": 0.25, "pairs": 3}
@@ -156,6 +157,11 @@ async def test_what_the_server_does_not_know_is_unknown(
     # The account still has a figure, and it says how it was come by.
     assert found["rows"][0]["modelled"]
     assert "Modelled:" in words
+
+
+async def test_without_the_key_the_server_says_so(model_folder: Path, tmp_path: Path) -> None:
+    code, words, _ = await run(keyed(application(None)), model_folder, tmp_path)
+    assert (code, "HTTP 401: no such key" in words) == (2, True)
 
 
 async def test_a_missing_reference_is_named(model_folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from loadgen.overhead_report import METRICS, compare
 from loadgen.overhead_trials import APP, BARE, CONTROL, Rounds, Trial, TrialFailed, orders, read_trial
 from loadgen.records import Outcome, RequestRecord, read_records
 from loadgen.servers import StartFailed, one_mode_config
-from tests.loadgen.conftest import finished, lines_in, serve
+from tests.loadgen.conftest import API_KEY, finished, keyed, lines_in, serve
 
 LOADGEN = [sys.executable, "-m", "loadgen"]
 
@@ -89,7 +89,7 @@ def test_the_application_is_started_with_the_one_mode(tmp_path: Path) -> None:
         one_mode_config(config, "int8", tmp_path)
 
 
-async def application(model_folder: Path) -> str:
+async def application(model_folder: Path, *, asks_for_key: bool = False) -> str:
     """A null server that describes an engine as this application does."""
     app = make_app(tokens_per_s=500.0)
     engine = {"name": "fp16", "state": "ready", "engine_args": {"model": str(model_folder)}, "env": {"A": "1"}}
@@ -98,7 +98,7 @@ async def application(model_folder: Path) -> str:
         return web.json_response({"data": [{"id": "fp16", "engine": "fp16", "state": "ready"}], "engines": [engine]})
 
     app.router.add_get("/v1/modes", modes)
-    return str((await serve(app)).make_url(""))
+    return str((await serve(keyed(app) if asks_for_key else app)).make_url(""))
 
 
 @contextmanager
@@ -110,11 +110,13 @@ def overhead(url: str, out: Path, *more: str) -> Iterator["subprocess.Popen[str]
 
 
 async def test_against_two_null_servers(model_folder: Path, tmp_path: Path) -> None:
-    url = await application(model_folder)
+    url = await application(model_folder, asks_for_key=True)
     bare = " ".join([*LOADGEN, "null-server", "--tokens-per-s", "500"])
-    with overhead(url, tmp_path, "--rounds", "2", "--bare-command", bare, "--output-tokens", "8") as process:
+    more = ("--rounds", "2", "--bare-command", bare, "--output-tokens", "8", "--api-key", API_KEY)
+    with overhead(url, tmp_path, *more) as process:
         words = await finished(process)
     assert process.returncode == 0, words
+    assert API_KEY not in (tmp_path / "overhead.json").read_text()
     summary = json.loads((tmp_path / "overhead.json").read_text())
     assert summary["rounds"] == 2
     assert {item["metric"] for item in summary["comparisons"]} == {metric.name for metric in METRICS}

@@ -29,7 +29,7 @@ from loadgen.profile_answer import features_of
 from loadgen.questioning import scopes_of
 from loadgen.recipe import RequestKind
 from tests.loadgen.caching_modes import CachingApplication
-from tests.loadgen.conftest import finished, lines_in, serve
+from tests.loadgen.conftest import API_KEY, finished, keyed, lines_in, serve
 
 
 def choice(index: int, **more: Any) -> dict[str, Any]:
@@ -225,8 +225,9 @@ async def test_the_command_judges_modes(url: str, tmp_path: Path) -> None:
 async def test_a_mode_that_reuses_prefixes_must_answer_from_its_cache(
     tmp_path: Path, corrupts: tuple[str, ...], outcome: str
 ) -> None:
-    server = await serve(CachingApplication(corrupts=frozenset(corrupts)).app())
-    process = command("--base-url", str(server.make_url("")), "--texts", "20", "--out", str(tmp_path))
+    server = await serve(keyed(CachingApplication(corrupts=frozenset(corrupts)).app()))
+    more = ("--texts", "20", "--out", str(tmp_path), "--api-key", API_KEY)
+    process = command("--base-url", str(server.make_url("")), *more)
     words = await finished(process)
     await server.close()
     assert process.returncode == 0, words
