@@ -147,14 +147,18 @@ class OpenAIClient:
         return await self._exchange("GET", path, timeout_s)
 
     async def reset_prefix_cache(self) -> bool:
-        """Empties the server's prefix caches; False where it has no such call (any server but this project's)."""
+        """Empties the server's prefix caches.
+
+        False where it has no such call (any server but this project's), or tells of an engine that kept its cache.
+        """
         try:
-            await self._exchange("POST", RESET_PATH, 60.0)
+            answer = await self._exchange("POST", RESET_PATH, 60.0)
         except ServerFault as fault:
             if fault.outcome is Outcome.HTTP_ERROR:
                 return False
             raise
-        return True
+        told = answer.get("reset")
+        return all(told.values()) if isinstance(told, dict) else told is not False
 
     async def _exchange(self, method: str, path: str, timeout_s: float) -> dict[str, Any]:
         url = self.base_url + path
@@ -216,23 +220,41 @@ def _http_error(status: int, body: bytes, where: str = "") -> ServerFault:
 def _take_usage(record: RequestRecord, answer: Mapping[str, Any]) -> None:
     usage = answer.get("usage")
     if isinstance(usage, dict):
-        record.prompt_tokens = usage.get("prompt_tokens")
-        record.output_tokens = usage.get("completion_tokens")
+        record.prompt_tokens = _count(usage.get("prompt_tokens"))
+        record.output_tokens = _count(usage.get("completion_tokens"))
         details = usage.get("prompt_tokens_details")
-        record.cached_tokens = details.get("cached_tokens") if isinstance(details, dict) else None
+        record.cached_tokens = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
     extras = answer.get("modeswitch")
     if isinstance(extras, dict):
         record.extras = extras
 
 
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _choices(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Raises ServerFault where they are no list of objects."""
+    choices = answer.get("choices") or []
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise ServerFault(Outcome.MALFORMED, f"choices are no list of objects: {str(choices)[:80]}")
+    return choices
+
+
 def _output_of(choice: Mapping[str, Any], part: str) -> tuple[str, bool]:
-    """Text of a choice and whether it carries output at all (a tool call has no text)."""
+    """Text of a choice and whether it carries output at all (a tool call has no text). Raises ServerFault."""
     piece = choice.get(part)
     if not isinstance(piece, dict):
-        text = choice.get("text") or ""
+        text = _text(choice.get("text"))
         return text, bool(text)
-    text = piece.get("content") or ""
+    text = _text(piece.get("content"))
     return text, bool(text or piece.get("reasoning_content") or piece.get("reasoning") or piece.get("tool_calls"))
+
+
+def _text(value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise ServerFault(Outcome.MALFORMED, f"an answer's text is no string: {str(value)[:80]}")
+    return value or ""
 
 
 async def _read_body(response: aiohttp.ClientResponse, record: RequestRecord, start: float, call: Call) -> None:
@@ -240,7 +262,7 @@ async def _read_body(response: aiohttp.ClientResponse, record: RequestRecord, st
     if "error" in answer:
         raise _http_error(response.status, json.dumps(answer).encode())
     _take_usage(record, answer)
-    for choice in answer.get("choices") or ():
+    for choice in _choices(answer):
         record.text += _output_of(choice, "message")[0]
         record.finish_reason = choice.get("finish_reason")
 
@@ -272,7 +294,7 @@ def _take_frame(record: RequestRecord, payload: bytes, at_ms: float, texts: list
         raise ServerFault(Outcome.ERROR_FRAME, str(message), None if code is None else str(code))
     _take_usage(record, frame)
     carried = False
-    for choice in frame.get("choices") or ():
+    for choice in _choices(frame):
         text, has_output = _output_of(choice, "delta")
         carried = carried or has_output
         texts.append(text)

@@ -158,6 +158,22 @@ async def _no_http(request: web.Request, body: Body) -> web.StreamResponse:
     return web.Response()
 
 
+def _answers(choices: Any) -> Callable[[web.Request, Body], Awaitable[web.StreamResponse]]:
+    """An answer, or a stream of one frame, with these `choices` for once."""
+
+    async def answer(request: web.Request, body: Body) -> web.StreamResponse:
+        content = json.dumps(
+            {"choices": choices, "usage": {"prompt_tokens": "many", "completion_tokens": None}}
+        ).encode()
+        if not body.get("stream"):
+            return web.Response(body=content, content_type="application/json")
+        response = await _begin(request)
+        await response.write(b"data: " + content + b"\n\ndata: [DONE]\n\n")
+        return response
+
+    return answer
+
+
 FAULTS: dict[str, Callable[[web.Request, Body], Awaitable[web.StreamResponse]]] = {
     "drop": _drop,
     "stall": _stall,
@@ -170,6 +186,10 @@ FAULTS: dict[str, Callable[[web.Request, Body], Awaitable[web.StreamResponse]]] 
     "overloaded": _overloaded,
     "bare_detail": _bare_detail,
     "no_http": _no_http,
+    "null_choice": _answers([None]),
+    "dict_choices": _answers({"0": {"delta": {"content": "word"}}}),
+    "list_content": _answers([{"delta": {"content": ["word"]}, "message": {"content": ["word"]}}]),
+    "number_text": _answers([{"text": 3}]),
 }
 
 

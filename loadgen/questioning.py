@@ -110,7 +110,7 @@ async def ask(client: OpenAIClient, served: str, mode: str, question: Question, 
         return dataclasses.replace(base, outcome=fault.outcome, error=str(fault)[:300])
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         words = f"the answer has no {error}" if isinstance(error, KeyError) else f"malformed answer: {error}"
-        return dataclasses.replace(base, outcome=Outcome.NOT_JSON, error=words)
+        return dataclasses.replace(base, outcome=Outcome.MALFORMED, error=words)
     right = number_right(question, text) if question.marking is Marking.NUMBER else None
     rouge = None
     if question.marking is Marking.TEXT and question.reference:

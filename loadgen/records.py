@@ -21,6 +21,7 @@ class Outcome(StrEnum):
     STALLED = "stalled"  # connected, then nothing arrived for the stall limit
     TIMED_OUT = "timed_out"  # still answering at the total limit
     NOT_JSON = "not_json"  # a body or a frame that is no JSON object
+    MALFORMED = "malformed"  # a JSON object, but not of the form that the API says
     ERROR_FRAME = "error_frame"  # the stream carried an error object after it had begun
     EARLY_CLOSE = "early_close"  # the answer ended before its declared end
     HTTP_ERROR = "http_error"  # a status other than 2xx

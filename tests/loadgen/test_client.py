@@ -46,6 +46,14 @@ async def test_a_proper_answer(null_url: str, stream: bool) -> None:
         ("no_done", True, Outcome.EARLY_CLOSE),
         ("overloaded", True, Outcome.HTTP_ERROR),
         ("bare_detail", False, Outcome.HTTP_ERROR),
+        ("null_choice", True, Outcome.MALFORMED),
+        ("null_choice", False, Outcome.MALFORMED),
+        ("dict_choices", True, Outcome.MALFORMED),
+        ("dict_choices", False, Outcome.MALFORMED),
+        ("list_content", True, Outcome.MALFORMED),
+        ("list_content", False, Outcome.MALFORMED),
+        ("number_text", True, Outcome.MALFORMED),
+        ("number_text", False, Outcome.MALFORMED),
     ],
 )
 async def test_every_fault_has_its_name_and_words(null_url: str, fault: str, stream: bool, outcome: Outcome) -> None:
@@ -129,6 +137,43 @@ async def test_reset_where_there_is_one(null_url: str) -> None:
     async with OpenAIClient(str(bare.make_url(""))) as client:
         assert await client.reset_prefix_cache() is False
     await bare.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "reset"),
+    [
+        ({"reset": {"fp16": True, "int8": True}}, True),
+        ({"reset": {"fp16": True, "int8": False}}, False),
+        ({"reset": False}, False),
+        ({"reset": {}}, True),
+        ({}, True),
+    ],
+)
+async def test_an_engine_that_kept_its_cache_is_no_reset(told: dict[str, object], reset: bool) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(told)
+
+    app = web.Application()
+    app.router.add_post("/admin/reset_prefix_cache", answer)
+    server = await serve(app)
+    async with OpenAIClient(str(server.make_url(""))) as client:
+        assert await client.reset_prefix_cache() is reset
+    await server.close()
+
+
+async def test_counts_that_are_no_numbers_are_unknown() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        usage = {"prompt_tokens": "7", "completion_tokens": True, "prompt_tokens_details": {"cached_tokens": [1]}}
+        return web.json_response({"choices": [{"message": {"content": "a"}}], "usage": usage})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    server = await serve(app)
+    async with OpenAIClient(str(server.make_url(""))) as client:
+        record = await client.send(call(stream=False))
+    await server.close()
+    assert record.outcome is Outcome.OK
+    assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (None, None, None)
 
 
 async def test_extras_tool_calls_and_lumps() -> None:

@@ -118,7 +118,9 @@ async def test_a_trace_end_to_end(model_folder: Path, null_url: str, tmp_path: P
     assert {record.workload for record in records} == {"trace"}
 
 
-@pytest.mark.parametrize("fault", ["drop", "stall_midway", "error_frame"])  # test_client tries all of them
+@pytest.mark.parametrize(
+    "fault", ["drop", "stall_midway", "error_frame", "null_choice"]
+)  # test_client tries all of them
 async def test_a_broken_server_is_counted_and_named(
     model_folder: Path, null_url: str, tmp_path: Path, fault: str
 ) -> None:
