@@ -17,6 +17,7 @@ test: lint setup
 	$(BIN)/python -m pytest
 
 test-modes: setup
+	@$(BIN)/python -m app.engines.prepare --scheme awq
 	MODESWITCH_TEST_ALL_MODES=1 $(BIN)/python -m pytest tests/application/test_requested_modes.py
 
 unit: $(VENV)/.installed lint

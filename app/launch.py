@@ -165,7 +165,7 @@ def _announce(url: str) -> None:
     console.print(
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '"
         '{"model": "auto", "messages": [{"role": "user", "content": "What is the capital of France?"}], '
-        '"max_tokens": 32}\'\n',
+        '"max_tokens": 32, "temperature": 0}\'\n',
         soft_wrap=True,
         markup=False,
         highlight=False,

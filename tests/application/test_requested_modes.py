@@ -16,11 +16,9 @@ from app.engines import store
 from app.engines.environment import UNSET, engine_environment
 from app.engines.starting import model_path, vllm_args
 
-pytestmark = [
-    pytest.mark.engine,
-    # Five engines one after the other, one of them compiled: `make test-modes` asks for them.
-    pytest.mark.skipif("MODESWITCH_TEST_ALL_MODES" not in os.environ, reason="long; run by make test-modes"),
-]
+pytestmark = pytest.mark.engine
+# Another checkpoint to make, a model to compile: minutes each.
+long = pytest.mark.skipif("MODESWITCH_TEST_ALL_MODES" not in os.environ, reason="long; run by make test-modes")
 
 START = textwrap.dedent("""
     import asyncio, json, sys
@@ -78,11 +76,8 @@ def test_kv_cache_compression_keeps_8_bit_keys_and_values(tmp_path):
     assert result["effective"]["kv_cache_dtype"] in ("torch.uint8", "torch.float8_e4m3fn")
 
 
+@long
 def test_awq_runs_4_bit_weights(tmp_path):
-    try:
-        store.resolve("embedded", "awq", {}, load_settings({"preset": "cpu"}).home)
-    except store.CheckpointError:
-        pytest.skip("no AWQ checkpoint: python -m app.engines.prepare --scheme awq")
     result = started("awq", tmp_path)
     assert any("WNA16" in name for name in result["effective"]["linear_methods"])
 
@@ -94,6 +89,7 @@ def test_a_draft_model_speculates(tmp_path):
     assert "Paris" in result["text"]
 
 
+@long
 def test_the_compiled_mode_is_not_eager(tmp_path):
     result = started("cuda_graphs", tmp_path)
     assert result["effective"]["enforce_eager"] is False
