@@ -43,6 +43,7 @@ class Options:
     bare_command: str | None
     bare_env: list[str]
     tokenizer: Path | None
+    streams: tuple[int, ...]
     rounds: int
     warmup_rounds: int
     prompt_tokens: int
@@ -82,7 +83,13 @@ async def _measure(options: Options, run: Run, console: Console) -> None:
             CONTROL: Side(control, bare_model),
         }
         runner = TrialRunner(
-            maker, options.prompt_tokens, options.output_tokens, options.settle_s, writer, options.seed
+            maker,
+            options.streams,
+            options.prompt_tokens,
+            options.output_tokens,
+            options.settle_s,
+            writer,
+            options.seed,
         )
         order = orders()
         for number in range(-options.warmup_rounds, options.rounds):
@@ -153,8 +160,8 @@ def _report(options: Options, run: Run, interrupted: bool, console: Console) -> 
         "load_average_1min": run.load_averages,
         "comparisons": [item.as_json() for item in comparisons],
         "trials": {
-            f"{scenario}:{series}": [dataclasses.asdict(trial) for trial in trials]
-            for (scenario, series), trials in run.rounds.trials.items()
+            f"{streams}:{series}": [dataclasses.asdict(trial) for trial in trials]
+            for (streams, series), trials in run.rounds.trials.items()
         },
         "failures": run.rounds.failures,
     }
@@ -177,6 +184,7 @@ def register(app: typer.Typer) -> None:
         bare_command: Annotated[str | None, typer.Option(help="Start this instead; gets --host and --port.")] = None,
         bare_env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE for the bare server.")] = None,
         tokenizer: Annotated[Path | None, typer.Option(help="Model folder; the engine's by default.")] = None,
+        streams: Annotated[list[int] | None, typer.Option(min=1, help="Streams at once; 1 and 8 by default.")] = None,
         rounds: Annotated[int, typer.Option(min=1, help="Best a multiple of 6, the number of orders.")] = 12,
         warmup_rounds: Annotated[int, typer.Option(min=0)] = 1,
         prompt_tokens: Annotated[int, typer.Option(min=40)] = 128,
@@ -197,6 +205,7 @@ def register(app: typer.Typer) -> None:
             bare_command,
             bare_env or [],
             tokenizer,
+            tuple(streams or (1, 8)),
             rounds,
             warmup_rounds,
             prompt_tokens,

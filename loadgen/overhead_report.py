@@ -16,25 +16,42 @@ class Metric:
     """One line of the comparison. target: None only states the figure."""
 
     name: str
-    scenario: str
+    streams: int
     pick: Callable[[Trial], float]
     statistic: Statistic = ratio_of_pairs
     target: float | None = None
     at_least: bool = True
 
 
-METRICS = (
-    Metric("tokens/s, 1 stream", "single", lambda trial: trial.tokens_per_s, target=0.95),
-    Metric("tokens/s, 8 streams", "concurrent", lambda trial: trial.tokens_per_s, target=0.9),
-    Metric("TTFT added, 1 stream (ms)", "single", lambda trial: trial.ttft_ms, difference_of_pairs, 20.0, False),
-    Metric("TTFT added, 8 streams (ms)", "concurrent", lambda trial: trial.ttft_ms, difference_of_pairs),
-    Metric("P95 between frames, 1 stream", "single", lambda trial: trial.frame_gap_p95_ms, target=1.15, at_least=False),
-    Metric(
-        "P95 between frames, 8 streams", "concurrent", lambda trial: trial.frame_gap_p95_ms, target=1.15, at_least=False
-    ),
-    Metric("frames per token, 1 stream", "single", lambda trial: trial.frames_per_token),
-    Metric("frames per token, 8 streams", "concurrent", lambda trial: trial.frames_per_token),
-)
+_THROUGHPUT_TARGETS = {1: 0.95, 8: 0.9}
+_ADDED_TTFT_TARGETS_MS = {1: 20.0}
+_FRAME_GAP_TARGET = 1.15
+
+
+def metrics_of(streams: int) -> tuple[Metric, ...]:
+    """What is compared with so many streams at once."""
+    with_them = f"{streams} stream{'s' if streams > 1 else ''}"
+    return (
+        Metric(
+            f"tokens/s, {with_them}", streams, lambda trial: trial.tokens_per_s, target=_THROUGHPUT_TARGETS.get(streams)
+        ),
+        Metric(
+            f"TTFT added, {with_them} (ms)",
+            streams,
+            lambda trial: trial.ttft_ms,
+            difference_of_pairs,
+            _ADDED_TTFT_TARGETS_MS.get(streams),
+            at_least=False,
+        ),
+        Metric(
+            f"P95 between frames, {with_them}",
+            streams,
+            lambda trial: trial.frame_gap_p95_ms,
+            target=_FRAME_GAP_TARGET,
+            at_least=False,
+        ),
+        Metric(f"frames per token, {with_them}", streams, lambda trial: trial.frames_per_token),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +94,8 @@ def compare(rounds: Rounds) -> list[Comparison]:
     Bare is the geometric mean of its two series in the same round, so that drift within a round cancels.
     """
     found = []
-    for metric in METRICS:
-        app, first, second = (rounds.values(metric.scenario, series, metric.pick) for series in (APP, BARE, CONTROL))
-        if not app:
-            continue
+    for metric in (metric for streams in sorted({key[0] for key in rounds.trials}) for metric in metrics_of(streams)):
+        app, first, second = (rounds.values(metric.streams, series, metric.pick) for series in (APP, BARE, CONTROL))
         bare = [sqrt(a * b) for a, b in zip(first, second, strict=True)]
         found.append(
             Comparison(

@@ -20,17 +20,6 @@ _SMALLEST_GAP_MS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
-    """So many streams at once, each of the same size."""
-
-    name: str
-    streams: int
-
-
-SCENARIOS = (Scenario("single", 1), Scenario("concurrent", 8))
-
-
-@dataclass(frozen=True, slots=True)
 class Side:
     """A server under test and the model name that pins it to one engine."""
 
@@ -44,7 +33,7 @@ class TrialFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one trial showed: streams of one scenario, sent together."""
+    """What one trial showed: so many streams, sent together."""
 
     tokens_per_s: float
     ttft_ms: float
@@ -54,17 +43,17 @@ class Trial:
 
 @dataclass(slots=True)
 class Rounds:
-    """Results by (scenario, series), one value per complete round; failures in words."""
+    """Results by (streams at once, series), one value per complete round; failures in words."""
 
-    trials: dict[tuple[str, str], list[Trial]] = field(default_factory=dict)
+    trials: dict[tuple[int, str], list[Trial]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
-    def add(self, scenario: str, results: dict[str, Trial]) -> None:
+    def add(self, streams: int, results: dict[str, Trial]) -> None:
         for series, trial in results.items():
-            self.trials.setdefault((scenario, series), []).append(trial)
+            self.trials.setdefault((streams, series), []).append(trial)
 
-    def values(self, scenario: str, series: str, pick: Callable[[Trial], float]) -> list[float]:
-        return [pick(trial) for trial in self.trials.get((scenario, series), [])]
+    def values(self, streams: int, series: str, pick: Callable[[Trial], float]) -> list[float]:
+        return [pick(trial) for trial in self.trials.get((streams, series), [])]
 
 
 def orders() -> Iterator[tuple[str, ...]]:
@@ -77,6 +66,7 @@ class TrialRunner:
     """Runs trials; every prompt is new, so that no prefix cache helps either side."""
 
     maker: PromptMaker
+    streams: tuple[int, ...]
     prompt_tokens: int
     output_tokens: int
     settle_s: float
@@ -84,28 +74,27 @@ class TrialRunner:
     seed: int
 
     async def round(self, number: int, order: tuple[str, ...], sides: dict[str, Side], results: Rounds) -> None:
-        """One round of every scenario. Only one side is busy at any time, and both rest before each trial."""
-        for scenario in SCENARIOS:
+        """One round of each number of streams. Only one side is busy at any time, and both rest before each trial."""
+        for streams in self.streams:
             found: dict[str, Trial] = {}
             try:
                 for series in order:
                     await asyncio.sleep(self.settle_s)
-                    found[series] = await self._trial(scenario, series, sides[series], number)
+                    found[series] = await self._trial(streams, series, sides[series], number)
             except TrialFailed as failure:
-                results.failures.append(f"round {number}, {scenario.name}, {failure}")
+                results.failures.append(f"round {number}, {streams} streams, {failure}")
                 continue
-            results.add(scenario.name, found)
+            results.add(streams, found)
 
-    async def _trial(self, scenario: Scenario, series: str, side: Side, number: int) -> Trial:
+    async def _trial(self, streams: int, series: str, side: Side, number: int) -> Trial:
         calls = [
-            self._call(side.model, f"{self.seed}/{number}/{scenario.name}/{series}/{stream}")
-            for stream in range(scenario.streams)
+            self._call(side.model, f"{self.seed}/{number}/{streams}/{series}/{stream}") for stream in range(streams)
         ]
         start = time.perf_counter()
         records = await asyncio.gather(*(side.client.send(call) for call in calls))
         wall_s = time.perf_counter() - start
         for record in records:
-            record.workload, record.turn, record.warmup = f"{scenario.name}:{series}", number, number < 0
+            record.workload, record.turn, record.warmup = f"{streams}:{series}", number, number < 0
             self.writer.write(record)
         return read_trial(records, wall_s, series)
 

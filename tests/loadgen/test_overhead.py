@@ -13,7 +13,7 @@ import yaml
 from aiohttp import web
 
 from loadgen.null_server import make_app
-from loadgen.overhead_report import METRICS, compare
+from loadgen.overhead_report import compare, metrics_of
 from loadgen.overhead_trials import APP, BARE, CONTROL, Rounds, Trial, TrialFailed, orders, read_trial
 from loadgen.records import Outcome, RequestRecord, read_records
 from loadgen.servers import StartFailed, one_mode_config
@@ -37,7 +37,7 @@ def test_a_known_loss_is_found_whatever_the_drift() -> None:
     rounds = Rounds()
     for drift in (1.0, 0.7, 1.3, 0.9, 1.1, 0.8):
         rounds.add(
-            "single",
+            1,
             {APP: trial(18.0 * drift, 130), BARE: trial(20.0 * drift), CONTROL: trial(20.0 * drift)},
         )
     found = {item.metric.name: item for item in compare(rounds)}
@@ -46,15 +46,15 @@ def test_a_known_loss_is_found_whatever_the_drift() -> None:
     assert found["tokens/s, 1 stream"].verdict == "missed"
     assert found["TTFT added, 1 stream (ms)"].against_bare.estimate == pytest.approx(30.0)
     assert found["P95 between frames, 1 stream"].verdict == "met"
-    assert "tokens/s, 8 streams" not in found, "a scenario without a complete round is not reported"
+    assert "tokens/s, 8 streams" not in found, "what has no complete round is not reported"
     assert json.dumps([item.as_json() for item in found.values()])
 
 
 def test_an_interval_that_holds_the_target_decides_nothing() -> None:
     rounds = Rounds()
     for app in (0.90, 1.02, 0.91, 1.03):
-        rounds.add("single", {APP: trial(app), BARE: trial(1.0), CONTROL: trial(1.0)})
-    item = next(item for item in compare(rounds) if item.metric is METRICS[0])
+        rounds.add(1, {APP: trial(app), BARE: trial(1.0), CONTROL: trial(1.0)})
+    item = compare(rounds)[0]
     assert item.verdict == "met, within noise"
 
 
@@ -112,16 +112,30 @@ def overhead(url: str, out: Path, *more: str) -> Iterator["subprocess.Popen[str]
 async def test_against_two_null_servers(model_folder: Path, tmp_path: Path) -> None:
     url = await application(model_folder, asks_for_key=True)
     bare = " ".join([*LOADGEN, "null-server", "--tokens-per-s", "500"])
-    more = ("--rounds", "2", "--bare-command", bare, "--output-tokens", "8", "--api-key", API_KEY)
+    more = (
+        "--rounds",
+        "2",
+        "--streams",
+        "1",
+        "--streams",
+        "3",
+        "--bare-command",
+        bare,
+        "--output-tokens",
+        "8",
+        "--api-key",
+        API_KEY,
+    )
     with overhead(url, tmp_path, *more) as process:
         words = await finished(process)
     assert process.returncode == 0, words
     assert API_KEY not in (tmp_path / "overhead.json").read_text()
     summary = json.loads((tmp_path / "overhead.json").read_text())
     assert summary["rounds"] == 2
-    assert {item["metric"] for item in summary["comparisons"]} == {metric.name for metric in METRICS}
+    asked = {metric.name for count in (1, 3) for metric in metrics_of(count)}
+    assert {item["metric"] for item in summary["comparisons"]} == asked
     assert summary["engine"]["env"] == {"A": "1"}
-    assert len(read_records(tmp_path / "requests.jsonl").records) == (2 + 1) * 3 * (1 + 8)
+    assert len(read_records(tmp_path / "requests.jsonl").records) == (2 + 1) * 3 * (1 + 3)
     port = summary["bare_command"][-1]
     assert not [item for item in psutil.process_iter(["cmdline"]) if port in (item.info["cmdline"] or ())]
 
