@@ -78,11 +78,9 @@ def add_sample(samples: Samples, x: int, value: float) -> None:
 
 
 def step_curve(samples: EngineSamples) -> list[tuple[int, float]]:
-    """Step time by batch: the mean over the texts, since verifying drafts costs more than a step without any."""
-    by_text = [dict(medians(of_text)) for of_text in samples.step_ms.values()]
-    batches = sorted(set().union(*by_text))
-    complete = [batch for batch in batches if all(batch in curve for curve in by_text)] or batches
-    return rising([(batch, fmean(curve[batch] for curve in by_text if batch in curve)) for batch in complete])
+    """Step time by batch on free text, where next to nothing is drafted; on what there is if that was not measured."""
+    measured = samples.step_ms.get(Text.FREE) or next(iter(samples.step_ms.values()), {})
+    return rising(medians(measured))
 
 
 def speculation_of(samples: EngineSamples) -> dict[str, Any]:
@@ -95,7 +93,16 @@ def speculation_of(samples: EngineSamples) -> dict[str, Any]:
     return {
         "accepted_per_step": {} if rewriting is None else {"rewriting": rewriting},
         "default": free or 0.0,
+        "verification": _verification(samples, rewriting or 0.0, free or 0.0),
     }
+
+
+def _verification(samples: EngineSamples, rewriting: float, free: float) -> float:
+    """What each accepted token adds to a step, as a share of it: from how much longer steps are on rewriting."""
+    by_batch = {text: dict(medians(of)) for text, of in samples.step_ms.items()}
+    plain, drafted = by_batch.get(Text.FREE, {}), by_batch.get(Text.REWRITING, {})
+    ratios = [drafted[batch] / plain[batch] for batch in plain.keys() & drafted.keys()]
+    return max(0.0, (median(ratios) - 1.0) / (rewriting - free)) if ratios and rewriting > free else 0.0
 
 
 def decode_energy(

@@ -155,7 +155,7 @@ def _admit(
     traffic.add(uncached, features.expected_output_tokens, features.tag)
     tokens_per_step = 1.0
     if known.mode.speculative:
-        tokens_per_step += known.accepted.get(features.tag, known.accepted_default)
+        tokens_per_step /= known.steps_per_token(known.accepted.get(features.tag, known.accepted_default))
     steps = max(0, features.expected_output_tokens - 1) / tokens_per_step
     engines[engine].step_ms = known.step_ms
     engines[engine].jobs.append(_Job(place, known.prefill_ms(uncached), uncached, steps, tokens_per_step))

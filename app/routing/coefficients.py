@@ -50,6 +50,7 @@ class ModeCoefficients:
         "prefill_ms_per_token",
         "step_growth_ms",
         "step_ms",
+        "verification",
         "wake_j",
         "wake_ms",
     )
@@ -73,6 +74,11 @@ class ModeCoefficients:
         speculation = measured.speculation
         self.accepted = dict(speculation.accepted_per_step) if speculation else {}
         self.accepted_default = speculation.default if speculation else 0.0
+        self.verification = speculation.verification if speculation else 0.0
+
+    def steps_per_token(self, accepted: float) -> float:
+        """Steps without drafts that take as long as a token with speculation, `accepted` more coming with each step."""
+        return (1.0 + self.verification * accepted) / (1.0 + accepted)
 
 
 def compile_profile(profile: Profile, modes: Iterable[ModeInfo]) -> dict[str, ModeCoefficients]:

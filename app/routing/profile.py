@@ -43,13 +43,16 @@ class Speculation(_Part):
 
     accepted_per_step: dict[str, NonNegative] = Field(default_factory=dict)
     default: NonNegative = 0.0
+    verification: NonNegative = 0.0
+    """What verifying adds to a step, as a share of it, for each accepted token: where more fits, more is drafted."""
 
 
 class ModeProfile(_Part):
     """Coefficients of one mode.
 
     `prefill_ms` is by uncached prompt tokens, on an otherwise idle engine, the first token included; `step_ms` is one
-    decode step by batch size, on an engine alone on the device. A speculative mode's step yields 1 + accepted tokens.
+    decode step by batch size, on an engine alone on the device. A speculative mode's is without drafts: with them a step
+    is longer and yields 1 + accepted tokens.
     """
 
     prefill_ms: Curve

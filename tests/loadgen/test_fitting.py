@@ -14,6 +14,8 @@ from loadgen.fitting import (
     interference,
     modes_of_profile,
     rising,
+    speculation_of,
+    step_curve,
 )
 
 values = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
@@ -85,3 +87,23 @@ def test_decoding_is_charged_without_the_prefill() -> None:
     prefill_j = [(100, 1.0), (300, 3.0)]
     streams = {1: [StreamEnergy(200, 11, 2.0 + 10 * 0.5)], 4: [StreamEnergy(100, 1, 9.0)]}
     assert decode_energy(prefill_j, streams) == [(1, pytest.approx(0.5))]
+
+
+@given(growth=st.floats(0.0, 1.0), accepted=st.floats(0.5, 5.0), step_ms=st.floats(1.0, 500.0))
+def test_what_verifying_costs_is_recovered(growth: float, accepted: float, step_ms: float) -> None:
+    generated = 100_000
+    drafted = round(generated * accepted / (1.0 + accepted))
+    samples = EngineSamples(
+        step_ms={
+            Text.FREE: {1: [step_ms], 8: [2 * step_ms]},
+            Text.REWRITING: {batch: [times * step_ms * (1.0 + growth * accepted)] for batch, times in ((1, 1), (8, 2))},
+        },
+        generated={Text.FREE: generated, Text.REWRITING: generated},
+        accepted={Text.FREE: 0, Text.REWRITING: drafted},
+        requests={Text.FREE: 0, Text.REWRITING: 0},
+    )
+    assert step_curve(samples) == [(1, step_ms), (8, 2 * step_ms)]
+    assert speculation_of(samples)["verification"] == pytest.approx(growth, abs=1e-3)
+    del samples.step_ms[Text.FREE]
+    assert [batch for batch, _ in step_curve(samples)] == [1, 8]
+    assert speculation_of(samples)["verification"] == 0.0

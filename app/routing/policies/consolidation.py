@@ -72,9 +72,9 @@ def _steps_per_token(known: ModeCoefficients, view: EngineView, snapshot: Snapsh
     engine = known.mode.engine
     of_engine = corrections.get(engine, 1.0)
     if not snapshot.mean_output_shares:
-        return of_engine / (1.0 + known.accepted_default) if speculative else of_engine
+        return of_engine * known.steps_per_token(known.accepted_default) if speculative else of_engine
     steps = 0.0
     for tag, share in snapshot.mean_output_shares.items():
         step = share * corrections.get(engine + ":" + tag, of_engine)
-        steps += step / (1.0 + accepted_per_step(known, view, tag, snapshot)) if speculative else step
+        steps += step * known.steps_per_token(accepted_per_step(known, view, tag, snapshot)) if speculative else step
     return steps

@@ -90,7 +90,7 @@ def predict(
         # The prefill yields the first token.
         steps = output_tokens - 1.0
         if mode.speculative:
-            steps /= 1.0 + accepted_per_step(known, engine.view, features.tag, snapshot)
+            steps *= known.steps_per_token(accepted_per_step(known, engine.view, features.tag, snapshot))
         correction = 1.0
         if corrections:
             correction = corrections.get(mode.engine + tag, 0.0) or corrections.get(mode.engine, 1.0)

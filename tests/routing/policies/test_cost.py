@@ -153,6 +153,22 @@ def test_speculation_is_for_rewriting(decide: Decide, features: Make, snapshot: 
     assert decide(features(tag=Tag.NONE, **asked), snapshot()).engine == "fp16"
 
 
+def test_verifying_drafts_makes_their_steps_longer(
+    modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make
+) -> None:
+    content = profile.model_dump(mode="json")
+    asked = features(tag=Tag.REWRITING, expected_output_tokens=300)
+
+    def decode_ms(verification: float) -> float:
+        content["modes"]["speculative"]["speculation"]["verification"] = verification
+        known = parse_profile(content, model=profile.model, hardware=profile.hardware)
+        return CostPolicy(modes, RoutingSettings(), known).predictions(asked, snapshot())["speculative"].decode_ms
+
+    accepted = content["modes"]["speculative"]["speculation"]["accepted_per_step"]["rewriting"]
+    assert decode_ms(0.5) == pytest.approx((1 + 0.5 * accepted) * decode_ms(0.0))
+    assert decode_ms(1.0) == pytest.approx((1 + accepted) * decode_ms(0.0)), "no gain: a step as long as its tokens"
+
+
 def test_what_acceptance_shows_online_is_used(decide: Decide, features: Make, snapshot: Make) -> None:
     asked = {"wishes": Wishes(quality=Quality.EXACT), "expected_output_tokens": 300}
     learned = snapshot({"accepted_per_step": {"speculative:code": 1.5, "speculative:rewriting": 0.0}})
