@@ -60,6 +60,7 @@ requests = st.builds(
     RequestFeatures,
     prompt_tokens=st.integers(0, 10**6),
     expected_output_tokens=st.integers(1, 10**5),
+    sequences=st.integers(1, 200),
     cached_tokens=st.dictionaries(names, st.integers(0, 10**6)),
     shared_prefix=st.booleans(),
     memory_pressure=st.booleans(),
