@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from loadgen.client import INCLUDE_HEADER, Call, OpenAIClient, ServerFault
@@ -11,6 +12,7 @@ INCLUDE = "energy"
 _SETTLED, _UNSETTLED = "final", "partial"
 _LOOKS = 4
 _PAUSE_S = 0.25
+_AT_ONCE = 8
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,6 +41,16 @@ class EnergySource:
             return None
         self.method, self.scope = told.get("method"), told.get("scope")
         return _number(told.get("energy_j", told.get("joules")))
+
+    async def note_all(self, client: OpenAIClient, records: Iterable[RequestRecord]) -> None:
+        """Joules of every request that ended well, a few asked for at once."""
+        slots = asyncio.Semaphore(_AT_ONCE)
+
+        async def note(record: RequestRecord) -> None:
+            async with slots:
+                record.energy_j = await self.joules(client, record)
+
+        await asyncio.gather(*(note(record) for record in records if record.outcome is Outcome.OK))
 
 
 def energy_of(holder: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -64,6 +64,7 @@ class RequestRecord:
     finish_reason: str | None = None
     extras: dict[str, Any] | None = None  # the server's own object, where it was asked for
     text: str = ""
+    energy_j: float | None = None  # above idle; asked for after the run, when lines are long written
 
     @property
     def between_tokens_ms(self) -> float | None:
@@ -78,13 +79,13 @@ class RequestRecord:
         return [later - earlier for earlier, later in pairwise(self.frame_ms)]
 
     def to_json(self) -> str:
-        """One line of JSON without the text; times to the microsecond."""
+        """One line of JSON without the text and the joules; times to the microsecond."""
         row: dict[str, Any] = {name: getattr(self, name) for name in _WRITTEN}
         row["frame_ms"] = [round(value, 3) for value in self.frame_ms]
         return json.dumps(row, separators=(",", ":"))
 
 
-_WRITTEN = tuple(item.name for item in fields(RequestRecord) if item.name != "text")
+_WRITTEN = tuple(item.name for item in fields(RequestRecord) if item.name not in ("text", "energy_j"))
 
 
 class OutputUnwritable(Exception):

@@ -12,15 +12,18 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 
 from loadgen.arrivals import RATE_SCHEDULES, Replayed
+from loadgen.balloon import Balloon, BalloonRefused, balloon
 from loadgen.client import OpenAIClient, ServerFault
+from loadgen.energy_facts import EnergySource
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
+from loadgen.kv_use import pressure_words, watched_kv_use
 from loadgen.options import ApiKey
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.records import OutputUnwritable, RecordWriter, RequestRecord
 from loadgen.runner import Arrival, ClosedLoop, LoadRun, Manner, Progress
 from loadgen.server_facts import NothingServed, engines, first_model, tokenizer_folder
 from loadgen.servers import write_json
-from loadgen.summary import RunSummary, Slo, counts_line, summarise_run, table_of
+from loadgen.summary import RunSummary, Slo, counts_line, engines_table, rates_table, summarise_run, table_of
 from loadgen.trace import TraceError, read_trace
 from loadgen.workloads import Item, Mixture, trace_items
 
@@ -46,7 +49,12 @@ class Plan:
     warmup: int
     stall_s: float
     include: str | None
+    balloon_share: float | None
     out: Path
+
+    @property
+    def wants_pressure(self) -> bool:
+        return self.trace is None and "memory_pressure" in self.mixture.parts
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,7 +64,17 @@ class Found:
     progress: Progress = dataclasses.field(default_factory=Progress)
     model: str | None = None
     caches_reset: bool | None = None
-    engines: Any = None
+    engines: list[dict[str, Any]] | None = None
+    energy: EnergySource = dataclasses.field(default_factory=lambda: EnergySource(False))
+    kv_use: dict[str, float] = dataclasses.field(default_factory=dict)
+    balloon: Balloon | None = None
+    balloon_held: bool | None = None
+
+    @property
+    def peak_memory_bytes(self) -> dict[str, float | None]:
+        """By engine, since it started; None where the server does not say it."""
+        peaks = {str(state.get("name")): state.get("peak_memory_bytes") for state in self.engines or ()}
+        return {name: float(peak) if isinstance(peak, int | float) else None for name, peak in peaks.items()}
 
 
 async def _load(plan: Plan, manner: Manner, found: Found, console: Console) -> None:
@@ -69,6 +87,9 @@ async def _load(plan: Plan, manner: Manner, found: Found, console: Console) -> N
         manner = dataclasses.replace(manner, model=found.model)
         maker = PromptMaker(ChatTokenizer.load(plan.tokenizer or await tokenizer_folder(client)))
         items, arrival = _items(plan, manner, maker)
+        if plan.balloon_share is not None:
+            with console.status("the balloon takes its memory"):
+                found.balloon = await stack.enter_async_context(balloon(plan.balloon_share))
         warm_items = plan.mixture.items(maker, plan.warmup, manner.seed, _WARMUP_FIRST)
         warm = LoadRun(client, warm_items, manner, writer, warmup=True)
         run = LoadRun(client, items, manner, writer, warmup=False)
@@ -79,8 +100,16 @@ async def _load(plan: Plan, manner: Manner, found: Found, console: Console) -> N
         found.progress = run.progress
         with Bar(console=console, transient=True, auto_refresh=False) as bar:
             run.on_record = _advance(bar, run.progress.planned)
-            await run.go(arrival)
+            async with AsyncExitStack() as watching:
+                if plan.wants_pressure:
+                    found.kv_use = await watching.enter_async_context(watched_kv_use(client))
+                await run.go(arrival)
+        found.balloon_held = None if found.balloon is None else found.balloon.holds
         found.engines = await engines(client)
+        # Only this application keeps a record of each request, and only it lists engines.
+        found.energy = EnergySource(offered=found.engines is not None)
+        with console.status("the meter settles"):
+            await found.energy.note_all(client, run.progress.records)
 
 
 def _advance(bar: Bar, planned: int) -> Callable[[RequestRecord], None]:
@@ -123,9 +152,13 @@ def _report(plan: Plan, manner: Manner, slo: Slo, found: Found, interrupted: boo
     total = groups["all"]
     console.print(table_of(groups))
     console.print(f"{counts_line(total, progress.planned)} in {total.wall_s:.1f} s", markup=False)
-    console.print(f"{total.output_tokens_per_s:.1f} output tokens/s, {total.requests_per_s:.2f} requests/s")
-    if total.goodput_per_s is not None:
-        console.print(f"{total.goodput_per_s:.2f} requests/s within the stated limits")
+    console.print(rates_table(groups))
+    if found.energy.method is not None:
+        console.print(f"Joules above idle by {found.energy.method}, of {found.energy.scope}.", markup=False)
+    if peaks := found.peak_memory_bytes:
+        console.print(engines_table(peaks, found.kv_use))
+    for warning in _warnings(plan, found, interrupted):
+        console.print(warning, style="yellow", markup=False)
     for outcome, count in sorted(total.outcomes.items()):
         example = next((item.error for item in progress.records if str(item.outcome) == outcome and item.error), None)
         if example:
@@ -139,11 +172,27 @@ def _report(plan: Plan, manner: Manner, slo: Slo, found: Found, interrupted: boo
         "caches_reset": found.caches_reset,
         "planned": progress.planned,
         "groups": {name: item.as_json() for name, item in groups.items()},
+        "energy": {"method": found.energy.method, "scope": found.energy.scope},
+        "peak_memory_bytes": found.peak_memory_bytes,
+        "kv_use_peak": found.kv_use or None,
+        "balloon": None
+        if found.balloon is None
+        else {"held_bytes": found.balloon.held_bytes, "held_to_the_end": found.balloon_held},
         "engines": found.engines,
     }
     write_json(plan.out / "summary.json", summary)
     console.print(f"{plan.out / 'requests.jsonl'} and {plan.out / 'summary.json'} hold the figures.", markup=False)
     return total
+
+
+def _warnings(plan: Plan, found: Found, interrupted: bool) -> list[str]:
+    """What keeps the figures from being what was asked for."""
+    words = []
+    if found.balloon_held is False:
+        words.append("The balloon ended before the run did: memory was not held to the end.")
+    if plan.wants_pressure and not interrupted and (kv := pressure_words(found.kv_use)) is not None:
+        words.append(kv)
+    return words
 
 
 def _mixture(text: str) -> Mixture:
@@ -190,6 +239,9 @@ def register(app: typer.Typer) -> None:
         slo_total_ms: Annotated[float | None, typer.Option(help="Limit for goodput.")] = None,
         stall_s: Annotated[float, typer.Option(min=0.01, help="Longest silence of the server.")] = 120.0,
         include: Annotated[str | None, typer.Option(help="Extra objects, as `mode,timing`.")] = None,
+        balloon_share: Annotated[
+            float | None, typer.Option(min=0.01, max=0.95, help="Hold this share of the GPU's memory meanwhile.")
+        ] = None,
         api_key: ApiKey = None,
         out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results/run"),
         seed: int = 0,
@@ -216,10 +268,11 @@ def register(app: typer.Typer) -> None:
                 warmup,
                 stall_s,
                 include,
+                balloon_share,
                 out,
             )
             interrupted = run_interruptible(_load(plan, manner, found, console))
-        except (ServerFault, NothingServed, PromptError, TraceError, OutputUnwritable) as error:
+        except (BalloonRefused, ServerFault, NothingServed, PromptError, TraceError, OutputUnwritable) as error:
             console.print(f"run: {error}", style="red", markup=False)
             raise typer.Exit(2) from error
         total = _report(plan, manner, slo, found, interrupted, console)

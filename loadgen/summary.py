@@ -1,12 +1,13 @@
 """A run in figures. Errors, deliberate ends and successes are counted apart; latencies are of successes only."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
+from loadgen.energy_by_mode import Spent, j_per_token
 from loadgen.records import DELIBERATE, ERRORS, Outcome, RequestRecord
 from loadgen.statistics import Summary, summarise
 
@@ -46,7 +47,10 @@ LATENCIES: dict[str, Quantity] = {
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The figures of a set of records; `latencies` has None where nothing was measured."""
+    """The figures of a set of records; `latencies` has None where nothing was measured.
+
+    j_per_output_token: joules above idle of the `energy_requests` whose joules are known; None where none is.
+    """
 
     requests: int
     outcomes: dict[str, int]
@@ -60,6 +64,8 @@ class RunSummary:
     frames_per_token: float | None
     cached_prompt_share: float | None
     modes: dict[str, int]
+    j_per_output_token: float | None
+    energy_requests: int
 
     @property
     def errors(self) -> int:
@@ -80,6 +86,8 @@ class RunSummary:
             "frames_per_token": self.frames_per_token,
             "cached_prompt_share": self.cached_prompt_share,
             "modes": self.modes,
+            "j_per_output_token": self.j_per_output_token,
+            "energy_requests": self.energy_requests,
         }
 
 
@@ -96,6 +104,7 @@ def summarise_run(records: Sequence[RequestRecord], wall_s: float, slo: Slo) -> 
     frames = sum(len(record.frame_ms) for record in good)
     prompt = sum(record.prompt_tokens or 0 for record in good if record.cached_tokens is not None)
     cached = sum(record.cached_tokens or 0 for record in good)
+    metered = [record for record in good if record.energy_j is not None and record.output_tokens]
     return RunSummary(
         requests=len(records),
         outcomes=dict(Counter(str(record.outcome) for record in records)),
@@ -109,6 +118,8 @@ def summarise_run(records: Sequence[RequestRecord], wall_s: float, slo: Slo) -> 
         frames_per_token=frames / tokens if frames and tokens else None,
         cached_prompt_share=cached / prompt if prompt else None,
         modes=dict(Counter(record.mode for record in good if record.mode is not None)),
+        j_per_output_token=j_per_token([Spent(record.energy_j, record.output_tokens) for record in metered]),
+        energy_requests=len(metered),
     )
 
 
@@ -140,4 +151,39 @@ def table_of(groups: dict[str, RunSummary]) -> Table:
                 figures = (f"{value:.2f}" if isinstance(value, float) else str(value) for value in found)
                 table.add_row(group, name.removesuffix("_ms").replace("_", " "), *figures)
         table.add_section()
+    return table
+
+
+def rates_table(groups: dict[str, RunSummary]) -> Table:
+    """What was served per second, and for how many joules above idle, by group."""
+    table = Table(title="Served")
+    table.add_column("")
+    for name in ("output tokens/s", "requests/s", "within the limits/s", "J/output token"):
+        table.add_column(name, justify="right")
+    for group, summary in groups.items():
+        goodput, joules = summary.goodput_per_s, summary.j_per_output_token
+        served = summary.outcomes.get(Outcome.OK, 0)
+        known = "" if summary.energy_requests == served else f" (of {summary.energy_requests} of {served})"
+        table.add_row(
+            group,
+            f"{summary.output_tokens_per_s:.1f}",
+            f"{summary.requests_per_s:.2f}",
+            "no limits" if goodput is None else f"{goodput:.2f}",
+            "unknown" if joules is None else f"{joules:.3f}{known}",
+        )
+    return table
+
+
+def engines_table(peak_memory_bytes: Mapping[str, float | None], kv_use: Mapping[str, float]) -> Table:
+    """Peak memory since each engine started, and the highest use of its KV cache where it was watched."""
+    table = Table(title="Engines")
+    table.add_column("")
+    for name in ("peak memory, MiB", "fullest KV cache, %"):
+        table.add_column(name, justify="right")
+    for name, peak in peak_memory_bytes.items():
+        table.add_row(
+            name,
+            "unknown" if peak is None else f"{peak / 2**20:.0f}",
+            f"{100 * kv_use[name]:.0f}" if name in kv_use else "not watched",
+        )
     return table

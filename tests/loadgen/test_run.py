@@ -118,9 +118,56 @@ async def test_a_trace_end_to_end(model_folder: Path, null_url: str, tmp_path: P
     assert {record.workload for record in records} == {"trace"}
 
 
-@pytest.mark.parametrize(
-    "fault", ["drop", "stall_midway", "error_frame", "null_choice"]
-)  # test_client tries all of them
+def metered(engine: dict[str, Any]) -> web.Application:
+    """A null server that tells energy and its engine as this application does."""
+    app = make_app()
+
+    async def modes(request: web.Request) -> web.Response:
+        return web.json_response({"data": [], "engines": [engine]})
+
+    async def one_request(request: web.Request) -> web.Response:
+        energy = {"joules": 8.0, "method": "rapl", "scope": "cpu package", "status": "final"}
+        return web.json_response({"energy": energy} if request.match_info["name"] == "r" else {})
+
+    async def name(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["x-request-id"] = "r"
+
+    app.router.add_get("/v1/modes", modes)
+    app.router.add_get("/v1/requests/{name}", one_request)
+    app.on_response_prepare.append(name)
+    return app
+
+
+@pytest.mark.parametrize(("use", "short"), [(0.97, True), (0.2, False)])
+async def test_energy_memory_and_pressure_are_told(model_folder: Path, tmp_path: Path, use: float, short: bool) -> None:
+    server = await serve(metered({"name": "fp16", "peak_memory_bytes": 3 * 2**20, "kv_cache_usage": use}))
+    more = ("--tokenizer", str(model_folder), "--workload", "memory_pressure", "--requests", "3", "--warmup", "0")
+    with run(str(server.make_url("")), tmp_path, *more) as process:
+        words = " ".join((await finished(process)).split())
+    await server.close()
+    assert process.returncode == 0, words
+    summary = summary_of(tmp_path)
+    assert summary["groups"]["all"]["j_per_output_token"] == 8.0 / WORKLOADS["memory_pressure"].output_tokens
+    assert summary["energy"] == {"method": "rapl", "scope": "cpu package"}
+    assert summary["peak_memory_bytes"] == {"fp16": 3 * 2**20}
+    assert summary["kv_use_peak"] == {"fp16": use}
+    assert "Joules above idle by rapl" in words
+    assert ("kv_cache_memory_bytes" in words) is not short
+
+
+async def test_a_balloon_that_cannot_be_is_refused(
+    model_folder: Path, null_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with run(null_url, tmp_path, "--tokenizer", str(model_folder), "--balloon-share", "0.3") as process:
+        words = await finished(process)
+    assert process.returncode == 2, words
+    assert "no CUDA device on this machine" in " ".join(words.split()) or "needs PyTorch" in words
+    assert (tmp_path / "requests.jsonl").read_text() == ""
+
+
+# test_client tries all of them.
+@pytest.mark.parametrize("fault", ["drop", "stall_midway", "error_frame", "null_choice"])
 async def test_a_broken_server_is_counted_and_named(
     model_folder: Path, null_url: str, tmp_path: Path, fault: str
 ) -> None:

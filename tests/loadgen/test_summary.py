@@ -52,6 +52,16 @@ def test_what_was_not_measured_is_none_and_holds_no_limit() -> None:
     assert Slo(total_ms=3.0).held_by(RequestRecord(total_ms=3.0))
 
 
+def test_joules_are_of_the_requests_whose_joules_are_known() -> None:
+    first, second, failed = good(), good(), RequestRecord(outcome=Outcome.DROPPED, output_tokens=3)
+    assert summarise_run([first, second], 1.0, Slo()).j_per_output_token is None, "unknown is not 0"
+    first.energy_j, failed.energy_j = 22.0, 99.0
+    summary = summarise_run([first, second, failed], 1.0, Slo())
+    assert (summary.j_per_output_token, summary.energy_requests) == (2.0, 1)
+    assert summary.as_json()["j_per_output_token"] == 2.0
+    assert "energy_j" not in json.loads(first.to_json())
+
+
 def test_a_run_that_sent_nothing() -> None:
     summary = summarise_run([], 0.0, Slo())
     assert (summary.requests, summary.output_tokens_per_s) == (0, 0.0)
