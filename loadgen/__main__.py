@@ -19,6 +19,7 @@ COMMAND_MODULES = (
     "compare",
     "decision_bench",
     "quality",
+    "lm_eval_tasks",
     "train",
     "null_server",
 )

@@ -3,7 +3,7 @@
 The marking is lm-eval's: a choice is the one that the model finds most probable after "Answer:", a number is the last
 one of a greedy answer. lm-eval itself is not a dependency: it brings thirty packages (pandas and pyarrow among them),
 writes its results at the end only, and its client wants the tokenizer that the server already has. Who prefers it runs
-it with `--log_samples` against the same server and hands its files to `quality --samples`.
+it on tasks that `lm-eval-tasks` writes, with `--log_samples`, and hands its files to `quality --samples`.
 """
 
 import json
@@ -30,7 +30,7 @@ class Marking(StrEnum):
     TEXT = "external_judge"  # no right answer: only likeness to the reference mode can be measured
 
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER_PATTERN = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 # With so few right answers there is little left to lose, and no loss of 1.5 points to see.
 _EXACT_MATCH_FLOOR = 0.05
@@ -115,7 +115,7 @@ def _question(path: Path, row: dict[str, Any]) -> Question:
 
 def last_number(text: str) -> float | None:
     """The last number of a text, thousands separated by commas or not."""
-    found = _NUMBER.findall(text)
+    found = NUMBER_PATTERN.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
 

@@ -11,7 +11,7 @@ from loadgen.quality_gate import PairedAnswer
 
 # First that a row has; both are 0 or 1 a question.
 _METRICS = ("acc", "exact_match")
-_PREFERRED_FILTER = "flexible-extract"  # lm-eval marks a generated answer once a filter
+PREFERRED_FILTER = "flexible-extract"  # lm-eval marks a generated answer once a filter
 
 
 class SamplesUnreadable(Exception):
@@ -83,7 +83,7 @@ def read_samples(path: Path) -> dict[str, Mark]:
         raise SamplesUnreadable(f"{path}, line {number}, is no sample of lm-eval: {words}") from error
     if not by_filter:
         raise SamplesUnreadable(f"{path} has no samples")
-    return by_filter.get(_PREFERRED_FILTER) or next(iter(by_filter.values()))
+    return by_filter.get(PREFERRED_FILTER) or next(iter(by_filter.values()))
 
 
 def _key(row: Mapping[str, Any]) -> str:
@@ -95,6 +95,18 @@ def _mark(row: Mapping[str, Any]) -> Mark:
     metric = next((name for name in _METRICS if name in row), None)
     if metric is None:
         raise ValueError(f"it has none of {', '.join(_METRICS)}")
-    choices = len(row.get("arguments") or ()) if metric == "acc" else 0
-    guess = Question("", "", "", Marking.CHOICE, labels=("",) * choices)
+    guess = Question("", "", "", Marking.CHOICE, labels=("",) * _choices(row, metric))
     return Mark(float(row[metric]) >= 0.5, guess.chance)
+
+
+def _choices(row: Mapping[str, Any], metric: str) -> int:
+    """How many answers there were to choose from; 0 where there was no choice."""
+    document = row.get("doc")
+    labels = document.get("valid_labels") if isinstance(document, dict) else None
+    if labels:  # of a question from our files, whose letter may have been written
+        return len(labels)
+    scored = len(row.get("arguments") or ()) if metric == "acc" else 0
+    # Mutual information scores every choice twice, the second time without the question.
+    scored //= 2 if "acc_mutual_info" in row else 1
+    # A single continuation that is most probable or not is no choice.
+    return scored if scored > 1 else 0

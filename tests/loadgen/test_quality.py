@@ -324,6 +324,28 @@ def test_the_flexible_filter_of_lm_eval_is_taken(tmp_path: Path) -> None:
     assert [(pair.reference_right, pair.chance) for pair in found["gptq", "any"]] == [(True, 0.05)]
 
 
+@pytest.mark.parametrize(
+    ("more", "chance"),
+    [
+        # A letter that was written out of three.
+        ({"exact_match": 1.0, "arguments": {"gen_args_0": {}}, "doc": {"valid_labels": ["A", "B", "C"]}}, 1 / 3),
+        # Likelihoods of two choices, each scored twice for its mutual information.
+        ({"acc": 1.0, "acc_mutual_info": 1.0}, 1 / 2),
+        # One continuation, most probable or not: nothing to guess among.
+        ({"acc": 1.0, "arguments": {"gen_args_0": {"arg_0": "a", "arg_1": " b"}}}, 0.05),
+        ({"acc": 1.0, "filtered_resps": [["-1.0", "True"], ["-2.0", "False"]]}, 1 / 4),
+    ],
+)
+def test_the_chance_of_a_guess_is_read_from_each_kind_of_sample(
+    tmp_path: Path, more: dict[str, Any], chance: float
+) -> None:
+    row = sample(0, True)
+    del row["acc"]
+    file = write(tmp_path / "s.jsonl", [row | more])
+    found = pair_samples([Source("fp16", "any", file), Source("gptq", "any", file)], "fp16")
+    assert [(pair.reference_right, pair.chance) for pair in found["gptq", "any"]] == [(True, pytest.approx(chance))]
+
+
 def test_unusable_samples_are_named(tmp_path: Path) -> None:
     good = write(tmp_path / "good.jsonl", [sample(0, True)])
     other = write(tmp_path / "other.jsonl", [sample(7, True)])
