@@ -20,6 +20,7 @@ from rich.table import Table
 from app.launch import FAST_PATH
 from loadgen.client import OpenAIClient
 from loadgen.process_tree import ProcessCost, measure
+from loadgen.records import OutputUnwritable, require_writable
 from loadgen.servers import StartFailed, answers, free_port, running, write_json
 
 _MIB = 2**20
@@ -160,11 +161,13 @@ def register(app: typer.Typer) -> None:
         roots = pid or ray_processes()
         try:
             earlier = None if minus is None else cpu_of(minus)
+            if out is not None:
+                require_writable(out)
             if empty and roots:
                 raise AlreadyRunning("an application of Ray runs here: stop it first, --empty starts one of its own")
             with console.status(f"watching for {seconds:g} s"):
                 costs = _cost_when_empty(seconds) if empty else measure(roots, seconds)
-        except (AlreadyRunning, EarlierUnreadable, StartFailed) as error:
+        except (AlreadyRunning, EarlierUnreadable, OutputUnwritable, StartFailed) as error:
             console.print(str(error), style="red", markup=False)
             raise typer.Exit(2) from error
         if not costs:

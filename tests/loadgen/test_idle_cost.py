@@ -96,3 +96,11 @@ def test_an_empty_application_that_does_not_start_says_why(monkeypatch: pytest.M
     assert result.exit_code == 2
     assert "status 3" in result.output
     assert "no such cluster" in result.output
+
+
+@pytest.mark.timeout(30)
+def test_what_cannot_be_written_is_said_before_watching(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    watched = ["--seconds", "600", "--pid", str(os.getpid()), "--out", str(tmp_path / "file" / "idle.json")]
+    result = CliRunner().invoke(make_app(), ["idle-cost", *watched])
+    assert (result.exit_code, "cannot write" in result.output) == (2, True)
