@@ -2,12 +2,31 @@
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import uvloop
 
 EXIT_INTERRUPTED = 130
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def signals_as_interrupts() -> Iterator[None]:
+    """For work outside of an event loop: Ctrl-C and SIGTERM raise KeyboardInterrupt while the block runs."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    # Ctrl-C too: a shell starts what runs in its background with that signal ignored.
+    before = {number: signal.signal(number, interrupt) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_interruptible(main: Coroutine[Any, Any, None]) -> bool:
@@ -15,7 +34,7 @@ def run_interruptible(main: Coroutine[Any, Any, None]) -> bool:
 
     async def guarded() -> bool:
         task = asyncio.ensure_future(main)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         try:
             await task

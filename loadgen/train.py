@@ -14,6 +14,7 @@ from rich.table import Table
 from app.controller.trained_model import OnnxPredictor
 from app.routing.policies.learned import PredictorRefused
 from loadgen.best_mode import Constraints
+from loadgen.interruption import EXIT_INTERRUPTED, signals_as_interrupts
 from loadgen.learners import (
     LEARNERS,
     Fitted,
@@ -25,6 +26,7 @@ from loadgen.learners import (
     static_choices,
 )
 from loadgen.paper.tables import TablesDamaged, load_tables
+from loadgen.records import OutputUnwritable, require_writable
 from loadgen.servers import write_json
 from loadgen.statistics import percentile
 from loadgen.training_data import (
@@ -114,10 +116,18 @@ def confusion_table(name: str, found: Held) -> Table:
     return table
 
 
-def judge_all(data: Dataset, learners: Sequence[str], console: Console) -> dict[str, Held]:
+@dataclasses.dataclass(slots=True)
+class Found:
+    """Results so far, kept outside of the functions that find them, so that an interruption loses nothing."""
+
+    held: dict[str, Held] = dataclasses.field(default_factory=dict)
+    exported: dict[str, Exported] = dataclasses.field(default_factory=dict)
+
+
+def judge_all(data: Dataset, learners: Sequence[str], found: dict[str, Held], console: Console) -> None:
     """The oracle, every mode used throughout, and each learner held out, without and with live signals."""
     constraints = Constraints()
-    found = static_choices(data, constraints)
+    found.update(static_choices(data, constraints))
     for learner in learners:
         for live in (False, True):
             name = f"{learner}, {'live signals too' if live else 'features of the paper'}"
@@ -126,8 +136,7 @@ def judge_all(data: Dataset, learners: Sequence[str], console: Console) -> dict[
                     found[name] = cross_validate(learner, data, constraints, live=live)
                 except NothingToLearn as error:
                     console.print(f"{learner}: {error}", style="yellow", markup=False)
-                    return found
-    return found
+                    return
 
 
 def _as_json(found: Mapping[str, Held]) -> dict[str, Any]:
@@ -191,41 +200,65 @@ def register(app: typer.Typer) -> None:
             raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(LEARNERS)}")
         if data is not None and (model is None or hardware is None):
             raise typer.BadParameter("a model is trained for one --model on one --hardware: name both")
+        found, interrupted = Found(), False
         try:
             used = paper_dataset(load_tables()) if data is None else read_training(data, reference)
-            out.mkdir(parents=True, exist_ok=True)
-            _describe("the paper's table" if data is None else str(data), used, console)
-            held = judge_all(used, learners, console)
-            console.print(held_table("Held out by prompt group; the oracle and fixed modes see everything", held))
-            for name in held if confusion else ():
-                if name.partition(",")[0] in LEARNERS:
-                    console.print(confusion_table(name, held[name]))
-            exported = _export_all(used, learners, out, model or PAPER_MODEL, hardware or PAPER_HARDWARE, console)
-            console.print(_exported_table(exported))
-            write_json(
-                out / "train.json",
-                {
-                    "command": "train",
-                    "data": str(data or "paper"),
-                    "reference": used.reference,
-                    "held": _as_json(held),
-                    "exported": {name: item._asdict() | {"path": str(item.path)} for name, item in exported.items()},
-                },
-            )
-        except (TrainingDataUnusable, TablesDamaged, PredictorRefused, ImportError) as error:
+            require_writable(out / "train.json")
+            try:
+                with signals_as_interrupts():
+                    _describe("the paper's table" if data is None else str(data), used, console)
+                    judge_all(used, learners, found.held, console)
+                    _show_held(found.held, confusion, console)
+                    names = (model or PAPER_MODEL, hardware or PAPER_HARDWARE)
+                    _export_all(used, learners, out, *names, found.exported, console)
+            except KeyboardInterrupt:
+                interrupted = True
+            if found.exported:
+                console.print(_exported_table(found.exported))
+            _write(out / "train.json", str(data or "paper"), used, found, interrupted)
+        except (TrainingDataUnusable, TablesDamaged, PredictorRefused, OutputUnwritable, ImportError) as error:
             console.print(f"train: {error}", style="red", markup=False)
             raise typer.Exit(2) from error
         except OSError as error:
             console.print(f"train: cannot write {out}: {error.strerror or error}", style="red", markup=False)
             raise typer.Exit(2) from error
+        if interrupted:
+            console.print(f"train: interrupted; {out}/train.json holds what was found until then.", style="yellow")
+            raise typer.Exit(EXIT_INTERRUPTED)
         console.print(f"{out} holds the models and train.json; set knowledge.trained_model to one.", markup=False)
 
 
+def _show_held(held: Mapping[str, Held], confusion: bool, console: Console) -> None:
+    console.print(held_table("Held out by prompt group; the oracle and fixed modes see everything", held))
+    for name in held if confusion else ():
+        if name.partition(",")[0] in LEARNERS:
+            console.print(confusion_table(name, held[name]))
+
+
+def _write(path: Path, source: str, data: Dataset, found: Found, interrupted: bool) -> None:
+    write_json(
+        path,
+        {
+            "command": "train",
+            "interrupted": interrupted,
+            "data": source,
+            "reference": data.reference,
+            "held": _as_json(found.held),
+            "exported": {name: item._asdict() | {"path": str(item.path)} for name, item in found.exported.items()},
+        },
+    )
+
+
 def _export_all(
-    data: Dataset, learners: Sequence[str], out: Path, model: str, hardware: str, console: Console
-) -> dict[str, Exported]:
+    data: Dataset,
+    learners: Sequence[str],
+    out: Path,
+    model: str,
+    hardware: str,
+    found: dict[str, Exported],
+    console: Console,
+) -> None:
     """Fits on all examples: the held-out figures say how such a router fares, the exported one has seen everything."""
-    found: dict[str, Exported] = {}
     for name in learners:
         with console.status(f"exporting {name}"):
             try:
@@ -234,4 +267,3 @@ def _export_all(
                 console.print(f"{name}: {error}", style="yellow", markup=False)
                 continue
             found[name] = write_model(out / f"{name}.onnx", fitted, data, model=model, hardware=hardware)
-    return found

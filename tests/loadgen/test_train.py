@@ -1,4 +1,7 @@
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +189,25 @@ def test_the_command_trains_on_measurements_and_the_policy_takes_it(tmp_path: Pa
     LearnedPolicy(predictor, modes, RoutingSettings(), None, model="m", hardware="h")
     with pytest.raises(PredictorRefused, match="hardware"):
         LearnedPolicy(predictor, modes, RoutingSettings(), None, model="m", hardware="other")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_keeps_what_was_judged(tmp_path: Path, number: signal.Signals) -> None:
+    file, out = write(tmp_path / "t.jsonl", rows(2000)), tmp_path / "out"
+    command = [sys.executable, "-m", "loadgen", "train", str(file), "--model", "m", "--hardware", "h"]
+    command += ["--learner", "tree", "--learner", "forest", "--learner", "cost", "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()  # what the data is, before anything is fitted
+        process.send_signal(number)
+        words = first + process.stdout.read()
+    assert process.returncode == 130, words
+    assert "Traceback" not in words
+    assert "interrupted" in words
+    found = json.loads((out / "train.json").read_text())
+    assert found["interrupted"]
+    assert found["exported"] == {}
 
 
 def test_errors_are_said_plainly(tmp_path: Path) -> None:
