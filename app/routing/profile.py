@@ -51,8 +51,8 @@ class ModeProfile(_Part):
     """Coefficients of one mode.
 
     `prefill_ms` is by uncached prompt tokens, on an otherwise idle engine, the first token included; `step_ms` is one
-    decode step by batch size, on an engine alone on the device. A speculative mode's is without drafts: with them a step
-    is longer and yields 1 + accepted tokens.
+    decode step by batch size, on an engine alone on the device. A speculative mode's is without drafts: with them a
+    step is longer and yields 1 + accepted tokens.
     """
 
     prefill_ms: Curve
