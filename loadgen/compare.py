@@ -19,6 +19,7 @@ from loadgen.comparison import LIGHT, RULES, SATURATING, STATIC, rate_summary, s
 from loadgen.comparison_run import BARE, DECISION, CompareRefused, ComparisonRuns, Found, Options, runs_of
 from loadgen.energy_facts import accepts_include, energy_of, request_record
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
+from loadgen.options import ApiKey
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.recipe import RecipeRefused, load_recipe
 from loadgen.records import Outcome, OutputUnwritable, RecordWriter
@@ -270,7 +271,7 @@ def register(app: typer.Typer) -> None:
             typer.Option(help="Modes that may be the best static mode and the oracle's; all by default."),
         ] = None,
         tokenizer: Annotated[Path | None, typer.Option(help="Model folder; the server's by default.")] = None,
-        api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True)] = None,
+        api_key: ApiKey = None,
         out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results/compare"),
         seed: int = 0,
     ) -> None:

@@ -15,6 +15,7 @@ from loadgen.client import OpenAIClient, ServerFault
 from loadgen.decode_limit import decode_limits
 from loadgen.energy_facts import EnergySource, tells_energy
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
+from loadgen.options import ApiKey
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.records import OutputUnwritable, RecordWriter
 from loadgen.served_modes import engines_of, read_modes
@@ -32,6 +33,7 @@ class Options:
     """The command's options; see their help texts."""
 
     base_url: str
+    api_key: str | None
     modes: list[str]
     reference: str
     cells: list[Cell]
@@ -48,7 +50,7 @@ async def _measure(options: Options, found: Found, console: Console) -> None:
     began = time.perf_counter()
     async with AsyncExitStack() as stack:
         writer = stack.enter_context(RecordWriter(options.out))
-        client = await stack.enter_async_context(OpenAIClient(options.base_url))
+        client = await stack.enter_async_context(OpenAIClient(options.base_url, api_key=options.api_key))
         found.modes = options.modes or await ready_modes(client)
         if options.reference not in found.modes:
             raise NothingServed(f"the reference mode {options.reference!r} is not among: {', '.join(found.modes)}")
@@ -139,6 +141,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def sweep(
         base_url: Annotated[str, typer.Option(help="This application.")] = "http://127.0.0.1:8000",
+        api_key: ApiKey = None,
         mode: Annotated[list[str] | None, typer.Option(help="Modes; all that are ready by default.")] = None,
         reference: Annotated[str, typer.Option(help="The mode that ratios are to.")] = "fp16",
         workload: Annotated[list[str] | None, typer.Option(help="Workloads; ss, sl, ls, ll by default.")] = None,
@@ -166,6 +169,7 @@ def register(app: typer.Typer) -> None:
         stopping = Stopping(tolerance, min_rounds, max_rounds)
         options = Options(
             base_url,
+            api_key,
             mode or [],
             reference,
             cells,

@@ -56,7 +56,7 @@ def summary_of(found: Found, rows: Sequence[Row], options: Mapping[str, Any]) ->
         "command": "sweep",
         "reference": found.results.reference,
         "ended": found.ended,
-        "options": {key: str(value) for key, value in options.items()},
+        "options": {key: str(value) for key, value in options.items() if key != "api_key"},
         "rows": list(rows),
         "energy": {"method": energy and energy.method, "scope": energy and energy.scope},
         "decode_limits": {mode: limit.as_json() for mode, limit in found.limits.items()},

@@ -244,6 +244,7 @@ class Router:
             "policy": live.policy,
             "shadows": list(live.shadows),
             "settings_version": live.routing.version,
+            "settings": live.routing.model_dump(mode="json"),
             "context": self.policies.context.name,
             "profile": None if knowledge.profile is None else knowledge.profile.version,
             "trained_model": None if knowledge.predictor is None else knowledge.predictor.version,

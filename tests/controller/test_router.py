@@ -266,7 +266,9 @@ def test_live_settings_change_what_decides_and_bad_ones_change_nothing(chat, cli
     assert routing["policy"] == "static:int8"
     assert "trained model" in routing["settings_error"]
     service.change(load_live(service.router.live, {"tenants": {"red": {"tokens_per_s": 1, "burst_tokens": 1}}}))
-    assert client.get("/v1/modes").json()["routing"]["settings_error"] is None
+    routing = client.get("/v1/modes").json()["routing"]
+    assert routing["settings_error"] is None
+    assert RoutingSettings.model_validate(routing["settings"]) == service.router.live.routing
     assert service.router.live.tenants == {"red": TenantLimits(tokens_per_s=1, burst_tokens=1)}
 
 
