@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from app.routing.coefficients import MAX_BATCH, ModeCoefficients
 from app.routing.policies.engine_load import EngineLoad, Interference
@@ -40,7 +41,8 @@ def one_engine(
     if not loads.keys() <= known.keys():
         return None
     requests = sum(loads.values())
-    together = {name: time_ms(known[name], requests, engines[name].view, snapshot) for name in eligible}
+    usual = {name: usual_request(known[name], engines[name].view, snapshot) for name in {*eligible, *loads}}
+    together = {name: time_ms(known[name], usual[name], requests, engines[name].view) for name in eligible}
     chosen = min(together, key=together.__getitem__)
     # It stays where most of the work is unless another engine is clearly better.
     if together.get(present, math.inf) <= _CLEARLY * together[chosen]:
@@ -48,33 +50,48 @@ def one_engine(
     # Engines that run at once share the device: each takes its own time, slowed by the others, all at the same time.
     spread_ms = 0.0
     for name, load in loads.items():
-        others = interference.get(name, {})
-        slowdown = 1.0 + sum(others.get(other, 1.0) - 1.0 for other in loads if other != name)
-        spread_ms += slowdown * time_ms(known[name], load, engines[name].view, snapshot) / len(loads)
-    return chosen if _CLEARLY * together[chosen] < spread_ms else None
+        slowdown = 1.0
+        if len(loads) > 1:
+            others = interference.get(name, {})
+            for other in loads:
+                if other != name:
+                    slowdown += others.get(other, 1.0) - 1.0
+        spread_ms += slowdown * time_ms(known[name], usual[name], load, engines[name].view)
+    return chosen if _CLEARLY * together[chosen] < spread_ms / len(loads) else None
 
 
-def time_ms(known: ModeCoefficients, requests: int, view: EngineView, snapshot: Snapshot) -> float:
-    """Time of an engine for so many requests of the usual size, decoded in one batch or several after another."""
-    batch = min(requests, view.max_running, MAX_BATCH)
-    correction = snapshot.corrections.get(known.mode.engine, 1.0)
-    prompts_ms = known.prefill_ms_per_token * snapshot.mean_prompt_tokens * correction
-    steps = snapshot.mean_output_tokens * _steps_per_token(known, view, snapshot)
-    return requests * (prompts_ms + steps / batch * known.step_ms[batch])
+class UsualRequest(NamedTuple):
+    """A request of the usual size on one engine, with the engine's corrections."""
+
+    prompt_ms: float
+    steps: float
 
 
-def _steps_per_token(known: ModeCoefficients, view: EngineView, snapshot: Snapshot) -> float:
-    """Decode steps that a token of the usual mixture takes, a step that is slower than in the profile counting more.
+def time_ms(known: ModeCoefficients, usual: UsualRequest, requests: int, view: EngineView) -> float:
+    """Time of an engine for so many usual requests, decoded in one batch or several after another."""
+    batch = requests if requests < view.max_running else view.max_running
+    if batch > MAX_BATCH:
+        batch = MAX_BATCH
+    return requests * (usual.prompt_ms + usual.steps / batch * known.step_ms[batch])
+
+
+def usual_request(known: ModeCoefficients, view: EngineView, snapshot: Snapshot) -> UsualRequest:
+    """What requests are like lately, on this engine. A step that is slower than in the profile counts as more.
 
     Speculation makes several tokens in a step of one kind of text and none of another, so the mixture decides.
     """
+    prompt_ms = known.prefill_ms_per_token * snapshot.mean_prompt_tokens
     corrections, speculative = snapshot.corrections, known.mode.speculative
+    if not corrections and not speculative:
+        return UsualRequest(prompt_ms, snapshot.mean_output_tokens)
     engine = known.mode.engine
     of_engine = corrections.get(engine, 1.0)
-    if not snapshot.mean_output_shares:
-        return of_engine * known.steps_per_token(known.accepted_default) if speculative else of_engine
-    steps = 0.0
+    steps_per_token = 0.0
     for tag, share in snapshot.mean_output_shares.items():
         step = share * corrections.get(engine + ":" + tag, of_engine)
-        steps += step * known.steps_per_token(accepted_per_step(known, view, tag, snapshot)) if speculative else step
-    return steps
+        if speculative:
+            step *= known.steps_per_token(accepted_per_step(known, view, tag, snapshot))
+        steps_per_token += step
+    if not snapshot.mean_output_shares:
+        steps_per_token = of_engine * known.steps_per_token(known.accepted_default) if speculative else of_engine
+    return UsualRequest(prompt_ms * of_engine, snapshot.mean_output_tokens * steps_per_token)

@@ -6,7 +6,7 @@ another, and the delay to requests already running. Without a profile it leaves 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
 
 import msgspec
@@ -56,11 +56,15 @@ class CostPolicy:
         self._profile_version = None if profile is None else profile.version
         self._interference = {} if profile is None else profile.interference
 
-    def decide(self, features: RequestFeatures, snapshot: Snapshot) -> Outcome:
+    def decide(
+        self, features: RequestFeatures, snapshot: Snapshot, engines: Mapping[str, EngineLoad] | None = None
+    ) -> Outcome:
+        """`engines` are the `engine_loads` of this request under the policy's profile, where they are at hand."""
         if not self._coefficients:
             return self._leave_to_rules(features, snapshot)
         eligible, refused = self._eligibility.split(features, snapshot)
-        engines = engine_loads(features, snapshot, self._interference)
+        if engines is None:
+            engines = engine_loads(features, snapshot, self._interference)
         predictions = self._predict(eligible, engines, features, snapshot)
         if len(predictions) < len(eligible):
             if not predictions:
@@ -76,7 +80,8 @@ class CostPolicy:
         if features.wishes.objective is not Objective.LATENCY or features.batch_size <= self._settings.consolidate_from:
             return self._decision(ranked, features)
         best = ranked[0][2]
-        eligible_engines = {found.mode.engine for found in predictions}
+        # In an order that is the same in every process: of engines that are equally good the first is taken.
+        eligible_engines = dict.fromkeys(found.mode.engine for found in predictions)
         engine = one_engine(best, eligible_engines, engines, self._by_engine, snapshot, self._interference)
         if engine is None or engine == best.mode.engine:
             return self._decision(ranked, features)
@@ -99,7 +104,7 @@ class CostPolicy:
     def _predict(
         self,
         eligible: list[ModeInfo],
-        engines: dict[str, EngineLoad],
+        engines: Mapping[str, EngineLoad],
         features: RequestFeatures,
         snapshot: Snapshot,
     ) -> list[Prediction]:
@@ -110,7 +115,7 @@ class CostPolicy:
         self,
         predictions: list[Prediction],
         refused: dict[str, Ineligible],
-        engines: dict[str, EngineLoad],
+        engines: Mapping[str, EngineLoad],
         features: RequestFeatures,
         snapshot: Snapshot,
     ) -> list[Prediction]:

@@ -53,7 +53,7 @@ def engine_loads(features: RequestFeatures, snapshot: Snapshot, interference: In
         if load:
             # Both by the controller's count: the engine's has each sequence of a request.
             left_tokens = view.pending_output_tokens / (view.in_flight or load)
-            active.append((name, load if load < most else most))
+            active.append((name, load if load < most else most, interference.get(name, _NOTHING)))
         loads.append((name, view, load, most, left_tokens))
     sequences = features.sequences
     found = {}
@@ -62,10 +62,10 @@ def engine_loads(features: RequestFeatures, snapshot: Snapshot, interference: In
         burden = 0.0
         if active:
             of_this = interference.get(name, _NOTHING)
-            for other, running in active:
+            for other, running, of_other in active:
                 if other != name:
                     slowdown += of_this.get(other, 1.0) - 1.0
-                    burden += running * (interference.get(other, _NOTHING).get(name, 1.0) - 1.0)
+                    burden += running * (of_other.get(name, 1.0) - 1.0)
         full = load >= most
         batch = load + sequences
         wait_share = 0.0

@@ -12,7 +12,7 @@ from app.routing.coefficients import ModeCoefficients, compile_profile
 from app.routing.decision import Decision, LostBy
 from app.routing.features import Objective, RequestFeatures, Wishes
 from app.routing.mode_info import ModeInfo
-from app.routing.policies.consolidation import time_ms
+from app.routing.policies.consolidation import time_ms, usual_request
 from app.routing.policies.cost import CostPolicy
 from app.routing.policies.static import StaticPolicy
 from app.routing.profile import Profile, parse_profile
@@ -136,6 +136,10 @@ def view(**more: Any) -> EngineView:
     return EngineView(engine="speculative", **more)
 
 
+def took_ms(known: ModeCoefficients, requests: int, engine: EngineView, snapshot: Snapshot) -> float:
+    return time_ms(known, usual_request(known, engine, snapshot), requests, engine)
+
+
 accepted_tokens = st.floats(0, 8)
 counts = st.integers(1, 100)
 
@@ -143,15 +147,15 @@ counts = st.integers(1, 100)
 @given(accepted_tokens, counts)
 def test_text_that_speculation_foresees_takes_as_many_steps_fewer(accepted: float, requests: int) -> None:
     known = coefficients(rewriting=accepted)
-    rewriting = time_ms(known, requests, view(), live({"rewriting": 1.0}))
-    assert time_ms(known, requests, view(), live({"none": 1.0})) == pytest.approx(rewriting * (1 + accepted))
+    rewriting = took_ms(known, requests, view(), live({"rewriting": 1.0}))
+    assert took_ms(known, requests, view(), live({"none": 1.0})) == pytest.approx(rewriting * (1 + accepted))
 
 
 @given(st.floats(0, 1), accepted_tokens, counts)
 def test_a_mixture_takes_the_steps_of_its_parts(share: float, accepted: float, requests: int) -> None:
     known = coefficients(rewriting=accepted)
-    pure = [time_ms(known, requests, view(), live({tag: 1.0})) for tag in ("rewriting", "none")]
-    mixed = time_ms(known, requests, view(), live({"rewriting": share, "none": 1.0 - share}))
+    pure = [took_ms(known, requests, view(), live({tag: 1.0})) for tag in ("rewriting", "none")]
+    mixed = took_ms(known, requests, view(), live({"rewriting": share, "none": 1.0 - share}))
     assert mixed == pytest.approx(share * pure[0] + (1.0 - share) * pure[1])
 
 
@@ -159,7 +163,7 @@ def test_a_mixture_takes_the_steps_of_its_parts(share: float, accepted: float, r
 def test_an_unknown_mixture_takes_the_default_acceptance(default: float, requests: int) -> None:
     known = coefficients(rewriting=5.0, default=default)
     fresh = view(accepted_per_step=3.0)
-    assert time_ms(known, requests, fresh, live({})) == pytest.approx(
+    assert took_ms(known, requests, fresh, live({})) == pytest.approx(
         requests / min(requests, 64) * 80 * 20 / (1 + default)
     )
 
@@ -178,16 +182,16 @@ def test_what_is_known_best_of_a_tag_counts(
 ) -> None:
     known, shares = coefficients(**profiled), {"rewriting": 1.0}
     engine = view(accepted_per_step=1.0, age_s=age_s)
-    assert time_ms(known, 1, engine, live(shares, accepted_per_step=learned)) == pytest.approx(80 * 20 * steps)
+    assert took_ms(known, 1, engine, live(shares, accepted_per_step=learned)) == pytest.approx(80 * 20 * steps)
 
 
 @given(st.floats(0.4, 2.5), st.floats(0.4, 2.5))
 def test_a_time_is_corrected_as_the_engine_and_the_tag_are(engine: float, tag: float) -> None:
     known = coefficients()
     corrections = {"speculative": engine, "speculative:code": tag, "other": 9.0}
-    plain = time_ms(known, 8, view(), live({"none": 1.0}))
+    plain = took_ms(known, 8, view(), live({"none": 1.0}))
     for shares, factor in (({"none": 1.0}, engine), ({"code": 1.0}, tag), ({}, engine)):
-        found = time_ms(known, 8, view(), live(shares, corrections=corrections))
+        found = took_ms(known, 8, view(), live(shares, corrections=corrections))
         assert found == pytest.approx(plain * factor)
 
 
@@ -221,3 +225,28 @@ def test_the_engine_for_all_is_the_one_that_suits_their_text(tag: Tag, engine: s
     outcome = CostPolicy(modes, RoutingSettings(), known).decide(asked, live({tag.value: 1.0}, engines=engines))
     assert isinstance(outcome, Decision)
     assert outcome.engine == engine
+
+
+def test_of_equally_good_engines_the_first_is_taken() -> None:
+    """A set's order differs from process to process, and a logged decision must come out again in another."""
+    names = ["slow", *(f"engine{number}" for number in range(12))]
+    steps = {name: 100 if name == "slow" else 10 for name in names}
+    content = {name: {"prefill_ms": [[1, 1], [2, 2]], "step_ms": [[1, ms], [64, 2 * ms]]} for name, ms in steps.items()}
+    known = parse_profile(
+        {
+            "schema_version": 1,
+            "version": "p1",
+            "model": "m",
+            "hardware": "h",
+            "modes": content,
+            "interference": {name: {other: 3.0 for other in names if other != name} for name in names},
+        },
+        model="m",
+        hardware="h",
+    )
+    modes = [ModeInfo(name, name, "fp16", lossless=True) for name in names]
+    engines = {name: EngineView(engine=name, in_flight=14 if name == "slow" else 0) for name in names}
+    asked = RequestFeatures(prompt_tokens=60, expected_output_tokens=80, batch_size=15)
+    outcome = CostPolicy(modes, RoutingSettings(), known).decide(asked, live({"none": 1.0}, engines=engines))
+    assert isinstance(outcome, Decision)
+    assert outcome.engine == "engine0"
