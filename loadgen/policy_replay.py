@@ -15,6 +15,7 @@ from app.routing.coefficients import ModeCoefficients, compile_profile
 from app.routing.decision import Decision, Outcome
 from app.routing.mode_info import ModeInfo
 from app.routing.policies import Policy, make_policy
+from app.routing.policies.cost import CostPolicy
 from app.routing.policies.engine_load import EngineLoad, Interference, engine_loads
 from app.routing.policies.learned import LearnedPolicy, Predictor
 from app.routing.policies.prediction import predict
@@ -193,8 +194,8 @@ class Replay:
     def _ask_all(self, logged: LoggedDecision, setup: "_Setup") -> None:
         tally = self.tally
         costs = _Costs(logged, setup.coefficients, self._interference)
-        for name in self._names:
-            _ask(tally.policies[name], setup.policy(name, self._defaults.profile), logged, costs)
+        for name, policy in setup.asked.items():
+            _ask(tally.policies[name], policy, logged, costs)
         if self._verify:
             self._check(logged, setup)
         tally.executed[logged.executed or "refused"] += 1
@@ -204,7 +205,7 @@ class Replay:
         key = logged.context or (bytes(shared.settings), bytes(shared.modes))
         setup = self._setups.get(key)
         if setup is None:
-            setup = self._setups[key] = _Setup(shared, self._defaults, self._predictor)
+            setup = self._setups[key] = _Setup(shared, self._defaults, self._predictor, self._names)
         return setup
 
     def _check(self, logged: LoggedDecision, setup: "_Setup") -> None:
@@ -262,7 +263,7 @@ class _Setup:
         ValueError: the settings or modes are not of their form.
     """
 
-    def __init__(self, shared: Shared, defaults: Defaults, predictor: Predictor | None) -> None:
+    def __init__(self, shared: Shared, defaults: Defaults, predictor: Predictor | None, asked: Sequence[str]) -> None:
         settings, modes, profile = map(bytes, (shared.settings, shared.modes, shared.profile))
         self._settings = _given(
             "settings", defaults.settings if settings == _NULL else RoutingSettings.model_validate_json(settings)
@@ -278,6 +279,8 @@ class _Setup:
         self._model = shared.model or (predictor.model if predictor else "")
         self._hardware = shared.hardware or (predictor.hardware if predictor else "")
         self._policies: dict[tuple[str, str | None, bool], Policy | str] = {}
+        self.asked = {name: self.policy(name, defaults.profile) for name in asked}
+        """The policies that are asked about every row, by name; in words why there is none."""
 
     def policy(self, name: str, profile: Profile | None, *, named: bool = False) -> Policy | str:
         """The policy, or in words why there is none. `named`: of a request that would have this mode or none."""
@@ -322,7 +325,10 @@ def _given(what: str, found: _Found | None) -> _Found:
 
 
 class _Costs:
-    """Predicted cost of one request by mode, each worked out when first asked for: most are not."""
+    """Predicted cost of one request by mode, each worked out when first asked for: most are not.
+
+    All policies share what they are worked out from, which takes longer than most decisions.
+    """
 
     __slots__ = ("_coefficients", "_engines", "_interference", "_known", "_logged")
 
@@ -333,28 +339,34 @@ class _Costs:
         self._engines: Mapping[str, EngineLoad] | None = None
         self._known: dict[str, Cost | None] = {}
 
+    def engines(self) -> Mapping[str, EngineLoad]:
+        if self._engines is None:
+            self._engines = engine_loads(self._logged.features, self._logged.snapshot, self._interference)
+        return self._engines
+
     def note(self, decision: Decision) -> None:
         """Takes over what the cost policy predicted itself, from the same profile."""
-        for mode, terms in ((decision.mode, decision.terms), (decision.runner_up, decision.runner_up_terms)):
-            if mode is not None and terms is not None:
-                self._known[mode] = Cost(terms.latency_ms, terms.energy_j)
+        if decision.terms is not None:
+            self._known[decision.mode] = Cost(decision.terms.latency_ms, decision.terms.energy_j)
+        if decision.runner_up is not None and decision.runner_up_terms is not None:
+            terms = decision.runner_up_terms
+            self._known[decision.runner_up] = Cost(terms.latency_ms, terms.energy_j)
 
     def of(self, mode: str) -> Cost | None:
         """None for a mode without coefficients, or whose engine was not there."""
-        if mode not in self._known:
-            self._known[mode] = self._predict(mode)
-        return self._known[mode]
+        known = self._known
+        if mode not in known:
+            known[mode] = self._predict(mode)
+        return known[mode]
 
     def _predict(self, mode: str) -> Cost | None:
         known = self._coefficients.get(mode)
         if known is None:
             return None
-        features, snapshot = self._logged.features, self._logged.snapshot
-        if self._engines is None:
-            self._engines = engine_loads(features, snapshot, self._interference)
-        if known.mode.engine not in self._engines:
+        engines = self.engines()
+        if known.mode.engine not in engines:
             return None
-        found = predict([known], self._engines, features, snapshot)[0]
+        found = predict([known], engines, self._logged.features, self._logged.snapshot)[0]
         return Cost(found.latency_ms, found.energy_j())
 
 
@@ -362,18 +374,24 @@ def _ask(tally: PolicyTally, policy: Policy | str, logged: LoggedDecision, costs
     if isinstance(policy, str):
         tally.failures[policy] += 1
         return
-    outcome = policy.decide(logged.features, logged.snapshot)
+    if isinstance(policy, CostPolicy):
+        outcome = policy.decide(logged.features, logged.snapshot, costs.engines())
+        if isinstance(outcome, Decision):
+            costs.note(outcome)
+    else:
+        outcome = policy.decide(logged.features, logged.snapshot)
     tally.asked += 1
     if not isinstance(outcome, Decision):
         tally.refusals[outcome.code.value] += 1
         tally.agreed += logged.executed is None
         return
-    tally.choices[outcome.mode] += 1
-    tally.agreed += outcome.mode == logged.executed
-    if logged.executed is None:
+    mode, executed = outcome.mode, logged.executed
+    tally.choices[mode] += 1
+    tally.agreed += mode == executed
+    if executed is None:
         return
-    costs.note(outcome)
-    ours, theirs = costs.of(outcome.mode), costs.of(logged.executed)
+    ours = costs.of(mode)
+    theirs = ours if mode == executed else costs.of(executed)
     if ours is None or theirs is None:
         return
     tally.latency_ms.add(ours.latency_ms, theirs.latency_ms)
