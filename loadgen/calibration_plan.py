@@ -26,6 +26,8 @@ class Engine:
     name: str
     mode: str
     speculative: bool = False
+    plain: str | None = None
+    """The engine that differs by n-gram drafts alone: what they do not touch was measured on both."""
 
     @property
     def texts(self) -> tuple[Text, ...]:

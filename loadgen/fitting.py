@@ -1,7 +1,7 @@
 """From repeated, noisy measurements to the coefficients of a profile. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -122,13 +122,21 @@ def decode_energy(
     )
 
 
-def mode_profile(engine: Engine, samples: EngineSamples) -> dict[str, Any]:
-    """An engine's coefficients in the profile's form; what was not measured is None."""
+def mode_profile(engine: Engine, samples: EngineSamples, plain: EngineSamples | None = None) -> dict[str, Any]:
+    """An engine's coefficients in the profile's form; what was not measured is None.
+
+    plain: samples of the engine that differs by drafts alone. Without a draft to verify the steps of both are the
+    same, so that what drafts cost is all that a speculative engine's may be longer by.
+    """
     prefill_j = rising(medians(samples.prefill_j))
+    steps = step_curve(samples)
+    if plain is not None and (plain_steps := step_curve(plain)):
+        batches, plain_ms = [batch for batch, _ in plain_steps], [ms for _, ms in plain_steps]
+        steps = [(batch, max(ms, float(np.interp(batch, batches, plain_ms)))) for batch, ms in steps]
     decode_j = decode_energy(prefill_j, samples.streams_j) if len(prefill_j) > 1 else []
     return {
         "prefill_ms": rising(medians(samples.prefill_ms)),
-        "step_ms": step_curve(samples),
+        "step_ms": steps,
         "prefill_j": prefill_j if len(prefill_j) > 1 else None,
         "decode_j_per_token": decode_j or None,
         "peak_memory_bytes": samples.peak_memory_bytes,
@@ -156,9 +164,33 @@ def modes_of_profile(
 
     carried: modes by engine. What reuse of prefixes saves is in the number of uncached tokens, not in the curve.
     """
+    engines = tuple(engines)
+    samples = _with_shared_prompts(engines, samples)
     found = {}
     for engine in engines:
         if samples[engine.name].usable:
-            profile = mode_profile(engine, samples[engine.name])
+            plain = samples.get(engine.plain) if engine.plain else None
+            profile = mode_profile(engine, samples[engine.name], plain)
             found.update(dict.fromkeys(carried[engine.name], profile))
     return found
+
+
+def _with_shared_prompts(engines: Sequence[Engine], samples: Mapping[str, EngineSamples]) -> dict[str, EngineSamples]:
+    """Engines that differ by drafts alone read prompts alike: what was measured on one counts for all of them."""
+    found = dict(samples)
+    for name in {engine.plain for engine in engines if engine.plain}:
+        if name not in samples:
+            continue
+        alike = [name, *(engine.name for engine in engines if engine.plain == name)]
+        prefill_ms = _pooled(samples[one].prefill_ms for one in alike)
+        prefill_j = _pooled(samples[one].prefill_j for one in alike)
+        found |= {one: replace(found[one], prefill_ms=prefill_ms, prefill_j=prefill_j) for one in alike}
+    return found
+
+
+def _pooled(parts: Iterable[Samples]) -> Samples:
+    together: Samples = {}
+    for part in parts:
+        for x, values in part.items():
+            together.setdefault(x, []).extend(values)
+    return together

@@ -138,6 +138,7 @@ def _admit(
     snapshot = Snapshot(
         engines={name: engine.view(name) for name, engine in engines.items()},
         mean_prompt_tokens=traffic.prompt_tokens,
+        mean_seen_tokens=traffic.seen_tokens,
         mean_output_tokens=traffic.output_tokens,
         mean_output_shares=traffic.output_shares,
     )
@@ -152,7 +153,7 @@ def _admit(
         uncached = max(1, uncached - found.get(engine, 0))
         if request.conversation is not None:
             cached[engine, request.conversation] = request.shared_tokens
-    traffic.add(uncached, features.expected_output_tokens, features.tag)
+    traffic.add(features.prompt_tokens, request.shared_tokens, features.expected_output_tokens, features.tag)
     tokens_per_step = 1.0
     if known.mode.speculative:
         tokens_per_step /= known.steps_per_token(known.accepted.get(features.tag, known.accepted_default))

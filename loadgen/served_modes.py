@@ -1,7 +1,7 @@
 """What a server says it serves, as routing and a calibration need it: read from `GET /v1/modes`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -48,7 +48,9 @@ def read_served(overview: Mapping[str, Any], model: str | None, hardware: str | 
             raise NothingServed(f"the server does not say its {what}: give --{what} NAME")
     lengths = [(one.get("engine_args") or {}).get("max_model_len") for one in _states(overview).values()]
     longest = min((int(length) for length in lengths if length), default=_UNKNOWN_CONTEXT_TOKENS)
-    return Served(modes, engines_of(modes), str(names["model"]), str(names["hardware"]), longest)
+    states = _states(overview)
+    engines = tuple(replace(one, plain=_plain_of(one, states)) for one in engines_of(modes))
+    return Served(modes, engines, str(names["model"]), str(names["hardware"]), longest)
 
 
 def read_modes(overview: Mapping[str, Any]) -> tuple[ModeInfo, ...]:
@@ -75,6 +77,20 @@ def engines_of(modes: Sequence[ModeInfo]) -> tuple[Engine, ...]:
     for mode in modes:
         firsts.setdefault(mode.engine, Engine(mode.engine, mode.name, mode.speculative))
     return tuple(firsts.values())
+
+
+def _plain_of(engine: Engine, states: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The engine that runs with equal arguments and no drafts; None where a draft model reads the prompts as well."""
+    args = states.get(engine.name, {}).get("engine_args") or {}
+    if (args.get("speculative_config") or {}).get("method") != "ngram":
+        return None
+    alike = {name: _without_drafts(state.get("engine_args") or {}) for name, state in states.items()}
+    return next((name for name in alike if name != engine.name and alike[name] == alike[engine.name]), None)
+
+
+def _without_drafts(args: Mapping[str, Any]) -> dict[str, Any]:
+    # Reuse of prefixes changes what is computed and not how fast.
+    return {name: value for name, value in args.items() if name not in ("speculative_config", "enable_prefix_caching")}
 
 
 def _states(overview: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -40,6 +40,7 @@ def take_snapshot(
         corrections=corrections or {},
         accepted_per_step=accepted_per_step or {},
         mean_prompt_tokens=traffic.prompt_tokens if traffic else 0.0,
+        mean_seen_tokens=traffic.seen_tokens if traffic else 0.0,
         mean_output_tokens=traffic.output_tokens if traffic else 0.0,
         mean_output_shares=traffic.output_shares if traffic else {},
     )

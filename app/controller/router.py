@@ -170,8 +170,9 @@ class Router:
         """The request goes to the engine."""
         mode = self._by_name[decision.mode]
         self._breakers[mode.name].started(now_s)
-        cached_tokens = features.cached_tokens.get(mode.engine, 0) if mode.prefix_reuse else 0
-        self._traffic.add(features.prompt_tokens - cached_tokens, features.expected_output_tokens, features.tag)
+        self._traffic.add(
+            features.prompt_tokens, features.seen_tokens, features.expected_output_tokens, features.tag
+        )
         self._prefixes.record(prompt.chain, prompt.tokens, mode.engine if mode.prefix_reuse else None)
         if prompt.conversation is not None:
             self._conversations.began(prompt.conversation, mode.weights)

@@ -63,8 +63,9 @@ class Snapshot(JsonRecord, frozen=True, kw_only=True):
     device_free_bytes: int | None = None
     stale_after_s: float = 2.0
     mean_prompt_tokens: float = 0.0
+    mean_seen_tokens: float = 0.0
     mean_output_tokens: float = 0.0
-    """What requests brought lately, to compute and expected (see `traffic.py`); 0 while there were none."""
+    """What requests brought lately (see `traffic.py`); 0 while there were none."""
     mean_output_shares: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Which share of these output tokens was of which tag; empty where it is unknown."""
     corrections: Mapping[str, float] = msgspec.field(default_factory=dict)

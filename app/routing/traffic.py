@@ -11,25 +11,27 @@ _OVER = 32
 
 
 class Traffic:
-    """Mean prompt tokens to compute and output tokens expected, over the latest requests.
+    """Mean tokens of the latest requests: of prompts, what of them had been seen before, and of expected outputs.
 
     `output_shares` says how the output tokens are spread over the tags, by name; it adds up to 1, and is empty before
     any output. It is never changed: there is a new one after each request.
     """
 
-    __slots__ = ("_by_tag", "_requests", "output_shares", "output_tokens", "prompt_tokens")
+    __slots__ = ("_by_tag", "_requests", "output_shares", "output_tokens", "prompt_tokens", "seen_tokens")
 
     def __init__(self) -> None:
         self._requests = 0
         self._by_tag: dict[str, float] = {}
         self.prompt_tokens = 0.0
+        self.seen_tokens = 0.0
         self.output_tokens = 0.0
         self.output_shares: Mapping[str, float] = {}
 
-    def add(self, prompt_tokens: int, output_tokens: int, tag: Tag) -> None:
-        """A request goes to an engine."""
+    def add(self, prompt_tokens: int, seen_tokens: int, output_tokens: int, tag: Tag) -> None:
+        """A request goes to an engine; `seen_tokens` of its prompt an engine that reuses prefixes need not compute."""
         self._requests = min(_OVER, self._requests + 1)
         self.prompt_tokens += (prompt_tokens - self.prompt_tokens) / self._requests
+        self.seen_tokens += (seen_tokens - self.seen_tokens) / self._requests
         self.output_tokens += (output_tokens - self.output_tokens) / self._requests
         by_tag = self._by_tag
         kept = 1.0 - 1.0 / self._requests

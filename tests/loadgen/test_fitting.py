@@ -107,3 +107,20 @@ def test_what_verifying_costs_is_recovered(growth: float, accepted: float, step_
     del samples.step_ms[Text.FREE]
     assert [batch for batch, _ in step_curve(samples)] == [1, 8]
     assert speculation_of(samples)["verification"] == 0.0
+
+
+def test_what_drafts_do_not_touch_is_measured_on_both_engines() -> None:
+    def measured(scale: float, step_ms: float) -> EngineSamples:
+        return EngineSamples(
+            prefill_ms={64: [100 * scale], 512: [700 * scale]}, step_ms={Text.FREE: {1: [step_ms], 8: [2 * step_ms]}}
+        )
+
+    samples = {"fp16": measured(1.2, 60.0), "s": measured(1.0, 50.0), "other": measured(3.0, 40.0)}
+    engines = [Engine("fp16", "fp16"), Engine("s", "s", True, plain="fp16"), Engine("other", "other")]
+    modes = modes_of_profile(engines, {name: [name] for name in samples}, samples)
+    assert modes["fp16"]["prefill_ms"] == modes["s"]["prefill_ms"] == [(64, pytest.approx(110)), (512, 770)]
+    assert modes["s"]["step_ms"] == modes["fp16"]["step_ms"], "drafts make no step faster"
+    assert modes["other"]["prefill_ms"] == [(64, pytest.approx(300)), (512, pytest.approx(2100))]
+    samples["s"] = measured(1.0, 70.0)
+    slower = modes_of_profile(engines, {name: [name] for name in samples}, samples)
+    assert slower["s"]["step_ms"] == [(1, 70.0), (8, 140.0)]

@@ -44,6 +44,7 @@ snapshots = st.builds(
     device_free_bytes=st.none() | st.integers(0, 2**37),
     corrections=st.dictionaries(names, st.floats(0.4, 2.5)),
     mean_prompt_tokens=st.floats(0, 1e5),
+    mean_seen_tokens=st.floats(0, 1e5),
     mean_output_tokens=st.floats(0, 1e5),
     mean_output_shares=st.dictionaries(st.sampled_from(Tag).map(str), shares),
     accepted_per_step=st.dictionaries(st.just("speculative:rewriting"), st.floats(0, 6)),

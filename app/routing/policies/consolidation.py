@@ -80,7 +80,8 @@ def usual_request(known: ModeCoefficients, view: EngineView, snapshot: Snapshot)
 
     Speculation makes several tokens in a step of one kind of text and none of another, so the mixture decides.
     """
-    prompt_ms = known.prefill_ms_per_token * snapshot.mean_prompt_tokens
+    seen_tokens = snapshot.mean_seen_tokens if known.mode.prefix_reuse else 0.0
+    prompt_ms = known.prefill_ms_per_token * (snapshot.mean_prompt_tokens - seen_tokens)
     corrections, speculative = snapshot.corrections, known.mode.speculative
     if not corrections and not speculative:
         return UsualRequest(prompt_ms, snapshot.mean_output_tokens)

@@ -52,7 +52,9 @@ class CostPolicy:
         self._coefficients = {} if profile is None else compile_profile(profile, self._eligibility.modes)
         self._by_engine: dict[str, ModeCoefficients] = {}
         for known in self._coefficients.values():
-            self._by_engine.setdefault(known.mode.engine, known)
+            # Modes of an engine run alike; the one that reuses prefixes tells what all work on it would take.
+            if known.mode.engine not in self._by_engine or known.mode.prefix_reuse:
+                self._by_engine[known.mode.engine] = known
         self._profile_version = None if profile is None else profile.version
         self._interference = {} if profile is None else profile.interference
 

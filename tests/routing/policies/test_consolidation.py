@@ -250,3 +250,12 @@ def test_of_equally_good_engines_the_first_is_taken() -> None:
     outcome = CostPolicy(modes, RoutingSettings(), known).decide(asked, live({"none": 1.0}, engines=engines))
     assert isinstance(outcome, Decision)
     assert outcome.engine == "engine0"
+
+
+def test_what_was_seen_before_is_not_computed_again_where_prefixes_are_reused() -> None:
+    engine, seen = EngineView(engine="fp16"), Snapshot(mean_prompt_tokens=80.0, mean_seen_tokens=60.0)
+    reuse = ModeInfo("fp16", "fp16", "fp16", lossless=True, prefix_reuse=True)
+    plain, reusing = (
+        usual_request(compile_profile(profile(2.4), [mode])["fp16"], engine, seen) for mode in (MODES[0], reuse)
+    )
+    assert reusing.prompt_ms == pytest.approx(plain.prompt_ms / 4)
