@@ -119,6 +119,8 @@ async def _measure(options: Options, results: Results, console: Console) -> None
 def _report(options: Options, results: Results, console: Console) -> None:
     found = rows(results, options.reference)
     console.print(table_of(found, options.reference))
+    for scope in dict.fromkeys(row.scope for row in found if row.scope):
+        console.print(f"What is measured: {scope}.", markup=False)
     if any(row.modelled for row in found):
         console.print("Modelled: these joules come from a model of the device's power, no meter measured them.")
     if any(row.j_per_token is None for row in found):

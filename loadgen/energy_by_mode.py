@@ -139,8 +139,8 @@ def _mean(values: Floats, _: Floats) -> Floats:
 def table_of(found: Sequence[Row], reference: str) -> Table:
     """For people."""
     table = Table(title="Joules above idle per output token [95 % over rounds]")
-    for name in ("mode", "J/token", f"to {reference}", "rounds", "method", "scope", "in the server's account"):
-        table.add_column(name, justify="left" if name in ("mode", "method", "scope") else "right")
+    for name in ("mode", "J/token", f"to {reference}", "rounds", "method", "in the server's account"):
+        table.add_column(name, justify="left" if name in ("mode", "method") else "right")
     for row in found:
         account = row.account.j_per_output_token if row.account else None
         table.add_row(
@@ -149,7 +149,6 @@ def table_of(found: Sequence[Row], reference: str) -> Table:
             "" if row.mode == reference else _interval(row.ratio),
             f"{row.rounds} of {row.rounds_tried}",
             row.method or "unknown",
-            row.scope or "unknown",
             "unknown" if account is None else f"{account:.3g}",
         )
     return table
