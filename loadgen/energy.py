@@ -148,7 +148,7 @@ def register(app: typer.Typer) -> None:
         mode: Annotated[list[str] | None, typer.Option(help="Modes; all that are ready by default.")] = None,
         reference: Annotated[str, typer.Option(help="The mode that ratios are to.")] = "fp16",
         workload: Annotated[str, typer.Option(help="Of one kind.")] = "ss",
-        requests: Annotated[int, typer.Option(min=1, help="Per mode and round.")] = 4,
+        requests: Annotated[int, typer.Option(min=1, help="Per mode and round.")] = 2,
         concurrency: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 1,
         rounds: Annotated[int, typer.Option(min=1, help="Each sends to every mode, in a new order.")] = 5,
         tokenizer: Annotated[Path | None, typer.Option(help="Model folder; the server's by default.")] = None,
