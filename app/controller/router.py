@@ -170,9 +170,7 @@ class Router:
         """The request goes to the engine."""
         mode = self._by_name[decision.mode]
         self._breakers[mode.name].started(now_s)
-        self._traffic.add(
-            features.prompt_tokens, features.seen_tokens, features.expected_output_tokens, features.tag
-        )
+        self._traffic.add(features.prompt_tokens, features.seen_tokens, features.expected_output_tokens, features.tag)
         self._prefixes.record(prompt.chain, prompt.tokens, mode.engine if mode.prefix_reuse else None)
         if prompt.conversation is not None:
             self._conversations.began(prompt.conversation, mode.weights)

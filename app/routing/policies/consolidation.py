@@ -80,19 +80,18 @@ def usual_request(known: ModeCoefficients, view: EngineView, snapshot: Snapshot)
 
     Speculation makes several tokens in a step of one kind of text and none of another, so the mixture decides.
     """
-    seen_tokens = snapshot.mean_seen_tokens if known.mode.prefix_reuse else 0.0
-    prompt_ms = known.prefill_ms_per_token * (snapshot.mean_prompt_tokens - seen_tokens)
-    corrections, speculative = snapshot.corrections, known.mode.speculative
-    if not corrections and not speculative:
-        return UsualRequest(prompt_ms, snapshot.mean_output_tokens)
-    engine = known.mode.engine
-    of_engine = corrections.get(engine, 1.0)
-    steps_per_token = 0.0
-    for tag, share in snapshot.mean_output_shares.items():
-        step = share * corrections.get(engine + ":" + tag, of_engine)
-        if speculative:
+    mode, corrections, shares = known.mode, snapshot.corrections, snapshot.mean_output_shares
+    correction = corrections.get(mode.engine, 1.0) if corrections else 1.0
+    prompt_tokens = snapshot.mean_prompt_tokens - (snapshot.mean_seen_tokens if mode.prefix_reuse else 0.0)
+    prompt_ms = known.prefill_ms_per_token * prompt_tokens * correction
+    if not shares or not (corrections or mode.speculative):
+        default = known.steps_per_token(known.accepted_default) if mode.speculative else 1.0
+        return UsualRequest(prompt_ms, snapshot.mean_output_tokens * correction * default)
+    of_tag = mode.engine + ":"
+    steps = 0.0
+    for tag, share in shares.items():
+        step = share * corrections.get(of_tag + tag, correction)
+        if mode.speculative:
             step *= known.steps_per_token(accepted_per_step(known, view, tag, snapshot))
-        steps_per_token += step
-    if not snapshot.mean_output_shares:
-        steps_per_token = of_engine * known.steps_per_token(known.accepted_default) if speculative else of_engine
-    return UsualRequest(prompt_ms * of_engine, snapshot.mean_output_tokens * steps_per_token)
+        steps += step
+    return UsualRequest(prompt_ms, snapshot.mean_output_tokens * steps)
