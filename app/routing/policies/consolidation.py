@@ -17,7 +17,7 @@ from app.routing.policies.engine_load import EngineLoad, Interference
 from app.routing.policies.prediction import Prediction, accepted_per_step
 from app.routing.snapshot import EngineView, Snapshot
 
-_CLEARLY = 1.2
+_CLEARLY = 1.1
 """A prediction must be better by this factor to be acted on: changing the engine costs a time in which both run."""
 
 
