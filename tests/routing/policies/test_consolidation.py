@@ -75,8 +75,11 @@ def test_engines_that_do_not_hinder_each_other_stay_busy(features: Make, snapsho
 
 def test_a_light_load_is_not_put_together(features: Make, snapshot: Make) -> None:
     asked = features(prompt_tokens=300, expected_output_tokens=5, batch_size=3)
-    made = decide(2.4, asked, busy(snapshot, fp16=1, gptq=1))
-    assert made.lost_by is not LostBy.CONSOLIDATION
+    few = busy(snapshot, fp16=1, gptq=1)
+    assert decide(2.4, asked, few, consolidate_from=3).lost_by is not LostBy.CONSOLIDATION
+    assert decide(1.3, asked, few).lost_by is not LostBy.CONSOLIDATION, "the engines share the device with little loss"
+    alone = features(prompt_tokens=300, expected_output_tokens=5)
+    assert decide(2.4, alone, busy(snapshot, fp16=0, gptq=0)).lost_by is not LostBy.CONSOLIDATION
 
 
 @pytest.mark.parametrize("objective", [Objective.ENERGY, Objective.WEIGHTED])
