@@ -32,10 +32,15 @@ async def test_one_at_a_time_in_the_order_of_asking():
     assert lease.holder is None
 
 
-async def test_the_lease_of_a_killed_holder_is_taken_back(monkeypatch):
+def holder_to_kill(monkeypatch):
+    """A process, and the holder that it is; who waits looks after it often."""
     monkeypatch.setattr("app.device._LOOK_AT_HOLDER_EVERY_S", 0.01)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    dying = Holder("dying", child.pid, psutil.Process(child.pid).create_time())
+    return child, Holder("dying", child.pid, psutil.Process(child.pid).create_time())
+
+
+async def test_the_lease_of_a_killed_holder_is_taken_back(monkeypatch):
+    child, dying = holder_to_kill(monkeypatch)
     lease, next_one = Lease(), Holder.here("next")
     await lease.acquire(dying)
     waiting = asyncio.create_task(lease.acquire(next_one))
@@ -46,9 +51,7 @@ async def test_the_lease_of_a_killed_holder_is_taken_back(monkeypatch):
 
 
 async def test_a_waiter_that_dies_stops_waiting(monkeypatch):
-    monkeypatch.setattr("app.device._LOOK_AT_HOLDER_EVERY_S", 0.01)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    dying = Holder("dying", child.pid, psutil.Process(child.pid).create_time())
+    child, dying = holder_to_kill(monkeypatch)
     lease, first = Lease(), Holder.here("first")
     await lease.acquire(first)
     waiting = asyncio.create_task(lease.acquire(dying))

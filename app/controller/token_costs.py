@@ -50,5 +50,5 @@ def _watts(mode: ModeProfile) -> float | None:
     batch, token_j = mode.decode_j_per_token[-1]
     if not (step_ms := dict(mode.step_ms).get(batch)):
         return None
-    tokens = batch * (1.0 + (mode.speculation.default if mode.speculation else 0.0))
-    return token_j * tokens / (step_ms / 1e3)
+    steps_per_token = mode.speculation.steps_per_token(mode.speculation.default) if mode.speculation else 1.0
+    return token_j * batch / (steps_per_token * step_ms / 1e3)

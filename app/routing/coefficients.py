@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from app.routing.mode_info import ModeInfo
-from app.routing.profile import ModeProfile, Points, Profile
+from app.routing.profile import ModeProfile, Points, Profile, Speculation
 
 MAX_BATCH = 512
 """Step times are tabulated up to this batch size; a larger batch counts as this one."""
@@ -50,7 +50,7 @@ class ModeCoefficients:
         "prefill_ms_per_token",
         "step_growth_ms",
         "step_ms",
-        "verification",
+        "steps_per_token",
         "wake_j",
         "wake_ms",
     )
@@ -71,14 +71,10 @@ class ModeCoefficients:
         self.peak_memory_bytes = measured.peak_memory_bytes
         self.wake_ms = measured.wake_ms
         self.wake_j = measured.wake_j
-        speculation = measured.speculation
-        self.accepted = dict(speculation.accepted_per_step) if speculation else {}
-        self.accepted_default = speculation.default if speculation else 0.0
-        self.verification = speculation.verification if speculation else 0.0
-
-    def steps_per_token(self, accepted: float) -> float:
-        """Steps without drafts that take as long as a token with speculation, `accepted` more coming with each step."""
-        return (1.0 + self.verification * accepted) / (1.0 + accepted)
+        speculation = measured.speculation or Speculation()
+        self.accepted = dict(speculation.accepted_per_step)
+        self.accepted_default = speculation.default
+        self.steps_per_token = speculation.steps_per_token
 
 
 def compile_profile(profile: Profile, modes: Iterable[ModeInfo]) -> dict[str, ModeCoefficients]:

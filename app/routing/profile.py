@@ -46,6 +46,10 @@ class Speculation(_Part):
     verification: NonNegative = 0.0
     """What verifying adds to a step, as a share of it, for each accepted token: where more fits, more is drafted."""
 
+    def steps_per_token(self, accepted: float) -> float:
+        """Steps without drafts that take as long as a token with speculation, `accepted` more coming with each step."""
+        return (1.0 + self.verification * accepted) / (1.0 + accepted)
+
 
 class ModeProfile(_Part):
     """Coefficients of one mode.

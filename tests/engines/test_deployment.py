@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -66,13 +67,19 @@ def call(key="k"):
     return Call(key, "id", Endpoint.CHAT, "fp16", {})
 
 
-@pytest.fixture
-async def engine():
-    settings = load_settings({"preset": "cpu"})
+@contextmanager
+def first_engine(preset):
+    settings = load_settings({"preset": preset})
     engine = Engine(settings.engine_specs[0], settings, NoDevice(), NoDevice())
     yield engine
     engine._life.cancel()
     engine._reporting.cancel()
+
+
+@pytest.fixture
+async def engine():
+    with first_engine("cpu") as engine:
+        yield engine
 
 
 def play(engine, frames, dead=False):
@@ -255,11 +262,8 @@ async def test_an_engine_that_was_loaded_outlives_the_device(engine, monkeypatch
 
 @pytest.fixture
 async def gpu_engine():
-    settings = load_settings({"preset": "a100-40gb"})
-    engine = Engine(settings.engine_specs[0], settings, NoDevice(), NoDevice())
-    yield engine
-    engine._life.cancel()
-    engine._reporting.cancel()
+    with first_engine("a100-40gb") as engine:
+        yield engine
 
 
 async def test_an_engine_serves_whose_gpu_nvml_cannot_tell(gpu_engine, monkeypatch):
