@@ -44,10 +44,18 @@ CONTROLLER_METRICS: Mapping[str, Metric] = {
     ),
     "modeswitch_prompt_tokens": Metric("histogram", ("mode",), "Prompt tokens of a request", _TOKENS),
     "modeswitch_output_tokens": Metric("histogram", ("mode",), "Output tokens of a request", _TOKENS),
+    "modeswitch_generated_tokens_total": Metric(
+        # A histogram's sum is no substitute: Ray makes it up from the middles of its buckets.
+        "counter",
+        ("mode",),
+        "Output tokens of all requests that ended, whichever way",
+    ),
     "modeswitch_requests_total": Metric("counter", ("mode", "status"), "Requests that ended, by how"),
     "modeswitch_reroutes_total": Metric("counter", ("engine",), "Requests moved away from an engine that failed them"),
     "modeswitch_refusals_total": Metric("counter", ("reason",), "Requests refused, by reason code"),
     "modeswitch_breaker_open": Metric("gauge", ("mode",), "1 while the mode's circuit breaker is open"),
+    "modeswitch_engine_ready": Metric("gauge", ("engine",), "1 while the engine takes requests, else 0"),
+    "modeswitch_kv_cache_use": Metric("gauge", ("engine",), "Share of the engine's KV cache that is in use, 0 to 1"),
     "modeswitch_in_flight": Metric("gauge", ("engine",), "Requests sent to the engine and not finished"),
     "modeswitch_records_dropped": Metric("gauge", (), "Records that never reached the ledger"),
 }

@@ -309,6 +309,9 @@ class Service:
     ) -> None:
         observe, mode = self._telemetry.observe, decision.mode
         self._telemetry.count("modeswitch_requests_total", mode, status)
+        if usage is not None:
+            # Those of a request that was given up cost joules as well.
+            self._telemetry.count("modeswitch_generated_tokens_total", mode, by=float(usage.output_tokens))
         if usage is None or status != "ok":
             return
         assert ticket.dispatched_s is not None
@@ -370,6 +373,9 @@ class Service:
         """Figures that are states and not events; called every few seconds."""
         for link in self.links:
             self._telemetry.set("modeswitch_in_flight", float(len(link.in_flight)), link.name)
+            self._telemetry.set("modeswitch_engine_ready", float(link.ready), link.name)
+            if link.status is not None:
+                self._telemetry.set("modeswitch_kv_cache_use", link.status.kv_cache_usage, link.name)
         for mode in self.table.modes:
             opened = self.router.breaker(mode)[0].value != "closed"
             self._telemetry.set("modeswitch_breaker_open", float(opened), mode)
