@@ -79,6 +79,7 @@ def test_every_engine_of_the_gpu_preset_starts_beside_the_others():
     # 2.5 GB for the context, graphs and activations of each.
     total_gb, kv_gb = 42.3, settings.engine_defaults.kv_cache_memory_bytes / 1e9
     assert fractions[-1] * total_gb <= total_gb - (16.1 + 8.6) - 2 * (kv_gb + 2.5)
+    assert 16.1 + 8.6 + 5.8 + 3 * (kv_gb + 2.5) <= total_gb
 
 
 NEITHER = {"engine_defaults": {"gpu_memory_utilization": None}}
@@ -102,7 +103,7 @@ def test_an_unset_fraction_is_vllms_own(args):
 
 def test_the_fraction_that_counts_is_the_one_vllm_gets():
     two = {"preset": "a100-40gb", "modes": ["fp16", "int8"]}
-    with pytest.raises(ConfigError, match=r"0\.15 *1\.50\n.*1\.05"):
+    with pytest.raises(ConfigError, match=r"0\.15 *1\.25\n.*1\.05"):
         load_settings({**two, "engines": {"fp16": {"engine_args": {"gpu_memory_utilization": 0.9}}}})
     fits = {"engines": {"fp16": {"gpu_memory_utilization": 0.9, "engine_args": {"gpu_memory_utilization": 0.5}}}}
     assert load_settings({**two, **fits})
