@@ -65,6 +65,7 @@ async def measure_answers(
     texts: Sequence[str],
     found: dict[str, list[Divergence]],
     *,
+    top_tokens: int = TOP_TOKENS,
     concurrency: int = 2,
 ) -> None:
     """Lets the reference and every mode continue every text; a mode is in `found` once all of its answers are there.
@@ -77,7 +78,7 @@ async def measure_answers(
     async def answer(mode: str, text: str, asks: int = 1) -> Written:
         async with slots:
             for _ in range(asks):
-                written = await write(client, f"{served}:{mode}", text)
+                written = await write(client, f"{served}:{mode}", text, top_tokens)
             return written
 
     references = await all_of(answer(reference_mode, text) for text in texts)
@@ -95,14 +96,14 @@ async def measure_answers(
         found[mode] = [divergence(*pair) for pair in zip(references, answers, strict=True)]
 
 
-async def write(client: OpenAIClient, model: str, text: str) -> Written:
+async def write(client: OpenAIClient, model: str, text: str, top_tokens: int = TOP_TOKENS) -> Written:
     """A short continuation of `text`. Raises FidelityUnavailable for an answer without log-probabilities."""
     body = {
         "model": model,
         "prompt": text,
         "max_tokens": _OUTPUT_TOKENS,
         "temperature": 0,
-        "logprobs": TOP_TOKENS,
+        "logprobs": top_tokens,
         # Different tokens may read alike.
         "return_tokens_as_token_ids": True,
         "ignore_eos": True,

@@ -37,6 +37,7 @@ from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.options import ApiKey
 from loadgen.profile_answer import answer, table_of, words_of
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
+from loadgen.quality_gate import Limits, kl_meaning
 from loadgen.recipe import RecipeRefused, load_recipe
 from loadgen.records import LineWriter, OutputUnwritable, RecordWriter, RequestRecord, require_writable
 from loadgen.served_modes import Served, read_served, read_settings
@@ -201,7 +202,8 @@ async def _judge(options: Options, found: Found, client: OpenAIClient, name: str
         return
     count = _FULL_TEXTS if options.full else _QUICK_TEXTS
     with console.status(f"quality of {', '.join(gate.engines)} against {reference} on {count} texts"):
-        whys = [await gate.read(client, name, reference, count, _TEXTS_SHARE * options.budget_s)]
+        whys = [await gate.prepare(client, name, reference)]
+        whys.append(await gate.read(client, name, reference, count, _TEXTS_SHARE * options.budget_s))
     if gate.to_answer:
         with console.status(f"answers of {', '.join(gate.to_answer)} against {reference}"):
             whys.append(await gate.answer(client, name, reference, _ANSWERS_SHARE * options.budget_s))
@@ -216,7 +218,9 @@ def _words(task: Task) -> str:
 
 
 def _quality_words(one: QualityEvidence) -> str:
-    figures = "" if one.delta is None or one.low is None else f" ({one.metric} {one.delta:.4f}, at least {one.low:.4f})"
+    covered = "" if one.covered is None else f", {100 * one.covered:.0f} % of the probability compared"
+    known = one.delta is not None and one.low is not None
+    figures = f" ({one.metric} {one.delta:.4f}, at least {one.low:.4f}{covered})" if known else ""
     scope = "text without a tag" if one.scope == Tag.NONE else one.scope
     return f"Quality of {one.mode} on {scope}: {one.outcome.value.replace('_', ' ')}{figures}."
 
@@ -232,6 +236,8 @@ def _report(
     sentences = words_of(told) + ([found.settings_unknown] if found.settings_unknown else [])
     for sentence in quality + sentences:
         console.print(sentence, markup=False)
+    if quality:
+        console.print(kl_meaning(Limits()), markup=False)
     missing = [one.name for one in served.engines if not found.samples[one.name].usable]
     if missing:
         console.print(f"Not measured enough, so not in the profile: {', '.join(missing)}", style="yellow", markup=False)
@@ -249,6 +255,8 @@ def _report(
         "routing_settings": found.settings.model_dump(mode="json"),
         "answer": sentences,
         "quality": quality,
+        "quality_bound": kl_meaning(Limits()),
+        "top_tokens": found.gate.top_tokens,
         "not_measured": missing,
         "failures": found.failures,
     }

@@ -12,7 +12,15 @@ from app.routing.profile import GateOutcome, QualityEvidence
 from app.routing.tags import Tag
 from loadgen.answer_fidelity import Wanted, measure_answers
 from loadgen.client import OpenAIClient, ServerFault
-from loadgen.fidelity import FidelityUnavailable, TextFidelity, measure_fidelity, stdlib_texts
+from loadgen.fidelity import (
+    TOP_TOKENS,
+    FidelityUnavailable,
+    TextFidelity,
+    allowed_top_tokens,
+    fewer_words,
+    measure_fidelity,
+    stdlib_texts,
+)
 from loadgen.quality_gate import GENERATED_KL, Divergence, Limits, kl_evidence
 
 _ANSWERED_TEXTS = Limits().bootstrap_samples_min
@@ -37,7 +45,8 @@ def reference_of(modes: Sequence[ModeInfo], reference_mode: str) -> str | None:
 class Gate:
     """What is to be judged and what was found, kept outside of coroutines, so that an interruption loses nothing.
 
-    engines: as from `lossy_engines`. wanted: modes of which texts alone show too little.
+    engines: as from `lossy_engines`. wanted: modes of which texts alone show too little. top_tokens: compared at each
+    position of a text.
     """
 
     engines: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -45,11 +54,23 @@ class Gate:
     texts: list[TextFidelity] = field(default_factory=list)
     on_text: Callable[[TextFidelity], None] = lambda text: None
     answers: dict[str, list[Divergence]] = field(default_factory=dict)
+    top_tokens: int = TOP_TOKENS
+
+    async def prepare(self, client: OpenAIClient, served: str, reference: str) -> str | None:
+        """Finds out how closely the server lets modes be compared; None, or what is amiss."""
+        try:
+            models = [f"{served}:{mode}" for mode in (reference, *self.engines)]
+            self.top_tokens = await allowed_top_tokens(client, models)
+        except ServerFault as fault:
+            return f"the quality gate: {fault}"
+        return fewer_words(client.base_url, self.top_tokens)
 
     async def read(self, client: OpenAIClient, served: str, reference: str, count: int, limit_s: float) -> str | None:
         """Lets every engine read `count` texts; None, or why not all of them were read."""
         texts = stdlib_texts(count)
-        reading = measure_fidelity(client, served, reference, list(self.engines), texts, on_text=self._keep)
+        reading = measure_fidelity(
+            client, served, reference, list(self.engines), texts, top_tokens=self.top_tokens, on_text=self._keep
+        )
         return await _limited(reading, limit_s, "texts")
 
     def _keep(self, text: TextFidelity) -> None:
@@ -59,7 +80,9 @@ class Gate:
     async def answer(self, client: OpenAIClient, served: str, reference: str, limit_s: float) -> str | None:
         """Lets the modes answer that pass by their texts and need more; None, or why not all of them did."""
         texts = stdlib_texts(_ANSWERED_TEXTS)
-        answering = measure_answers(client, served, reference, self.to_answer, texts, self.answers)
+        answering = measure_answers(
+            client, served, reference, self.to_answer, texts, self.answers, top_tokens=self.top_tokens
+        )
         return await _limited(answering, limit_s, "answers")
 
     @property

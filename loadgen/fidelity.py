@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,12 +27,17 @@ from loadgen.client import COMPLETION_PATH, OpenAIClient, ServerFault, classify,
 from loadgen.quality_gate import Divergence
 from loadgen.records import Outcome
 
-TOP_TOKENS = 20  # vLLM's own limit of log-probabilities per position
+TOP_TOKENS = 100
+"""Log-probabilities asked for at a position: what this application allows, and of a small model enough to judge by."""
+TOP_TOKENS_VLLM = 20
+"""What vLLM allows where it was told nothing else."""
 Key = TypeVar("Key", int, str)
 Result = TypeVar("Result")
 
 # About 120 tokens: long enough to judge, short enough for a slow machine to read the least number of texts.
 _TEXT_CHARACTERS = 500
+# "Requested prompt logprobs of 100, which is greater than max allowed: 20"
+_ALLOWED = re.compile(r"max allowed: (\d+)")
 # Long docstrings, and nothing happens on import.
 _MODULES = """
 argparse ast asyncio bisect calendar codecs collections concurrent.futures contextlib csv ctypes.util dataclasses
@@ -86,6 +92,33 @@ class TextFidelity:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
 
+async def allowed_top_tokens(client: OpenAIClient, models: Iterable[str]) -> int:
+    """How many log-probabilities at a position all of these models give: `TOP_TOKENS`, or fewer on a strict server.
+
+    Raises ServerFault where one of them answers nothing at all.
+    """
+    fewest = TOP_TOKENS
+    for model in models:
+        try:
+            await post_json(client, COMPLETION_PATH, _reading(model, "a", fewest))
+        except ServerFault as fault:
+            if "logprobs" not in str(fault):
+                raise
+            told = _ALLOWED.search(str(fault))
+            fewest = min(fewest, int(told[1]) if told else TOP_TOKENS_VLLM)
+    return fewest
+
+
+def fewer_words(base_url: str, top_tokens: int) -> str | None:
+    """What is to be said where a server gives fewer log-probabilities than are wanted."""
+    if top_tokens >= TOP_TOKENS:
+        return None
+    return (
+        f"{base_url} gives only {top_tokens} log-probabilities at a position, not {TOP_TOKENS}: less is compared, and "
+        "a mode may lack evidence for it (vLLM's --max-logprobs raises the limit)."
+    )
+
+
 async def measure_fidelity(
     client: OpenAIClient,
     served: str,
@@ -93,6 +126,7 @@ async def measure_fidelity(
     modes: Sequence[str],
     texts: Sequence[str],
     *,
+    top_tokens: int = TOP_TOKENS,
     concurrency: int = 2,
     on_text: Callable[[TextFidelity], None] | None = None,
 ) -> list[TextFidelity]:
@@ -106,9 +140,10 @@ async def measure_fidelity(
 
     async def one(index: int, text: str) -> None:
         async with slots:
-            reference = await read_text(client, f"{served}:{reference_mode}", text)
+            reference = await read_text(client, f"{served}:{reference_mode}", text, top_tokens)
             for mode in modes:
-                result = compare(mode, index, reference, await read_text(client, f"{served}:{mode}", text))
+                seen = await read_text(client, f"{served}:{mode}", text, top_tokens)
+                result = compare(mode, index, reference, seen)
                 found.append(result)
                 if on_text is not None:
                     on_text(result)
@@ -128,13 +163,16 @@ async def all_of(parts: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def read_text(client: OpenAIClient, model: str, text: str) -> list[Token]:
+def _reading(model: str, text: str, top_tokens: int) -> dict[str, Any]:
+    return {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_tokens}
+
+
+async def read_text(client: OpenAIClient, model: str, text: str, top_tokens: int = TOP_TOKENS) -> list[Token]:
     """Every token of `text` but the first, which nothing precedes, as `model` sees it.
 
     Raises FidelityUnavailable for an answer without vLLM's `prompt_logprobs`, and ServerFault.
     """
-    body = {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": TOP_TOKENS}
-    answer = await post_json(client, COMPLETION_PATH, body)
+    answer = await post_json(client, COMPLETION_PATH, _reading(model, text, top_tokens))
     try:
         rows = answer["choices"][0]["prompt_logprobs"]
         # vLLM puts the token that stands in the text first, then the most probable ones.

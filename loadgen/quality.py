@@ -13,11 +13,18 @@ from app.routing.tags import Tag
 from loadgen.answer_fidelity import measure_answers, wanted_answers
 from loadgen.benchmarks import BenchmarkUnreadable, Question, read_questions
 from loadgen.client import OpenAIClient, ServerFault
-from loadgen.fidelity import FidelityUnavailable, TextFidelity, measure_fidelity, stdlib_texts
+from loadgen.fidelity import (
+    FidelityUnavailable,
+    TextFidelity,
+    allowed_top_tokens,
+    fewer_words,
+    measure_fidelity,
+    stdlib_texts,
+)
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.lm_eval_samples import SamplesUnreadable, Source, pair_samples
 from loadgen.options import ApiKey
-from loadgen.quality_gate import Limits
+from loadgen.quality_gate import Limits, kl_meaning
 from loadgen.quality_report import (
     Measured,
     accuracies,
@@ -109,6 +116,11 @@ async def _measure(plan: Plan, measured: Measured, console: Console) -> None:
                     answer_lines.write(answer.to_json())
                 bar.advance(task)
 
+            if texts:
+                models = [f"{served}:{mode}" for mode in (plan.reference, *modes)]
+                measured.top_tokens = await allowed_top_tokens(client, models)
+                if words := fewer_words(client.base_url, measured.top_tokens):
+                    console.print(words, style="yellow", markup=False)
             await _answers(client, plan, served, modes, measured, console)
             if texts:
                 await measure_fidelity(
@@ -117,6 +129,7 @@ async def _measure(plan: Plan, measured: Measured, console: Console) -> None:
                     plan.reference,
                     modes,
                     [passage.text for passage in texts],
+                    top_tokens=measured.top_tokens,
                     concurrency=plan.concurrency,
                     on_text=keep_text,
                 )
@@ -146,7 +159,15 @@ async def _answers(
         texts = stdlib_texts(plan.limits.bootstrap_samples_min)
         try:
             with console.status(f"answers of {', '.join(measured.wanted)}"):
-                await measure_answers(client, served, plan.reference, measured.wanted, texts, measured.generated)
+                await measure_answers(
+                    client,
+                    served,
+                    plan.reference,
+                    measured.wanted,
+                    texts,
+                    measured.generated,
+                    top_tokens=measured.top_tokens,
+                )
         except FidelityUnavailable as why:
             console.print(f"no answers to judge {', '.join(measured.wanted)} by: {why}", style="yellow", markup=False)
 
@@ -159,6 +180,8 @@ def report(measured: Measured, limits: Limits, out: Path, console: Console, *, c
     if alike := {mode: rows for mode, rows in likeness(measured).items() if rows}:
         console.print(likeness_table(alike))
     console.print(evidence_table(found, limits))
+    if measured.texts or measured.generated:
+        console.print(kl_meaning(limits), markup=False)
     if failed := measured.failed:
         console.print(
             f"{len(failed)} answers failed and make no pair, such as: {failed[0].error}", style="yellow", markup=False

@@ -33,8 +33,17 @@ class Limits:
 
     accuracy_drop_max_points: float = 1.5
     kl_max_nats: float = 0.05
-    kl_covered_min: float = 0.8  # share of the reference's probability that the compared tokens must hold
+    kl_covered_min: float = 0.8  # share of the reference's probability that must have been compared for a pass
     bootstrap_samples_min: int = 20  # below, a bootstrap interval is too narrow to be trusted
+
+
+def kl_meaning(limits: Limits) -> str:
+    """What a verdict by KL says, for people."""
+    return (
+        f"The KL that passes is below {limits.kl_max_nats:g} nats a token. It is a lower bound: tokens that both modes "
+        "list are compared one by one, all others count as one. So a fail is certain, and a pass is given only where "
+        f"{100 * limits.kl_covered_min:.0f} % of the reference's probability were compared."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +93,29 @@ def accuracy_evidence(
 def kl_evidence(
     mode: str, scope: str, texts: Sequence[Divergence], limits: Limits | None = None, *, metric: str = KL
 ) -> QualityEvidence:
-    """Nats by which the mode strays, negated so that negative is worse; `samples` are texts, the unit resampled."""
+    """Nats by which the mode strays, negated so that negative is worse; `samples` are texts, the unit resampled.
+
+    What was not compared can only add to a KL: above the bound is a fail whatever was covered, below it a pass only
+    where enough was.
+    """
     limits = limits or Limits()
     if not texts:
         return QualityEvidence(mode=mode, scope=scope, outcome=GateOutcome.INSUFFICIENT, metric=metric)
     interval = mean_interval([-text.kl_nats for text in texts])
-    trusted = (
-        len(texts) >= limits.bootstrap_samples_min and fmean(text.covered for text in texts) >= limits.kl_covered_min
-    )
+    covered = fmean(text.covered for text in texts)
+    outcome = judge(interval.low, interval.high, -limits.kl_max_nats)
+    if len(texts) < limits.bootstrap_samples_min or (outcome is GateOutcome.PASS and covered < limits.kl_covered_min):
+        outcome = GateOutcome.INSUFFICIENT
     return QualityEvidence(
         mode=mode,
         scope=scope,
-        outcome=judge(interval.low, interval.high, -limits.kl_max_nats) if trusted else GateOutcome.INSUFFICIENT,
+        outcome=outcome,
         metric=metric,
         delta=interval.estimate,
         low=_finite(interval.low),
         high=_finite(interval.high),
         samples=len(texts),
+        covered=covered,
     )
 
 

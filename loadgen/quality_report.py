@@ -10,7 +10,7 @@ from rich.table import Table
 
 from app.routing.profile import GateOutcome, QualityEvidence
 from loadgen.answer_fidelity import Wanted
-from loadgen.fidelity import TextFidelity
+from loadgen.fidelity import TOP_TOKENS, TextFidelity
 from loadgen.quality_gate import (
     GENERATED_KL,
     KL,
@@ -19,6 +19,7 @@ from loadgen.quality_gate import (
     PairedAnswer,
     accuracy_evidence,
     kl_evidence,
+    kl_meaning,
     mean_difference_interval,
     mean_interval,
     settle,
@@ -33,7 +34,7 @@ class Measured:
 
     answers: one list a question, the reference's first. texts: with the scopes that each text speaks for.
     pairs: right answers from elsewhere, by (mode, scope). wanted: modes that must show their own answers, which are
-    `generated`.
+    `generated`. top_tokens: compared at each position of a text.
     """
 
     answers: list[list[Answered]] = field(default_factory=list)
@@ -41,6 +42,7 @@ class Measured:
     pairs: dict[tuple[str, str], list[PairedAnswer]] = field(default_factory=dict)
     wanted: Mapping[str, Wanted] = field(default_factory=dict)
     generated: dict[str, list[Divergence]] = field(default_factory=dict)
+    top_tokens: int = TOP_TOKENS
 
     @property
     def failed(self) -> list[Answered]:
@@ -159,8 +161,9 @@ def evidence_table(found: Sequence[QualityEvidence], limits: Limits) -> Table:
         title=f"Quality against the reference: above -{limits.accuracy_drop_max_points:g} points, "
         f"or within {limits.kl_max_nats:g} nats of KL, passes"
     )
-    for name in ("mode", "scope", "metric", "change", "95 % interval", "samples", "outcome"):
-        table.add_column(name, justify="right" if name in ("change", "95 % interval", "samples") else "left")
+    figures = ("change", "95 % interval", "samples", "compared")
+    for name in ("mode", "scope", "metric", *figures, "outcome"):
+        table.add_column(name, justify="right" if name in figures else "left")
     for item in found:
         digits = 4 if item.metric in (KL, GENERATED_KL) else 2
         known = None not in (item.low, item.high)
@@ -171,6 +174,7 @@ def evidence_table(found: Sequence[QualityEvidence], limits: Limits) -> Table:
             "" if item.delta is None else f"{item.delta:.{digits}f}",
             f"{item.low:.{digits}f} to {item.high:.{digits}f}" if known else "unknown",
             str(item.samples),
+            "" if item.covered is None else f"{100 * item.covered:.0f} %",
             item.outcome.value.replace("_", " "),
             style=_COLOURS.get(item.outcome),
         )
@@ -202,6 +206,8 @@ def summary(measured: Measured, limits: Limits, found: Sequence[QualityEvidence]
             for (suite, mode), (right, count) in accuracies(measured).items()
         ],
         "failed_requests": len(measured.failed),
+        "top_tokens": measured.top_tokens,
+        "kl_meaning": kl_meaning(limits),
         "limits": {
             "accuracy_drop_max_points": limits.accuracy_drop_max_points,
             "kl_max_nats": limits.kl_max_nats,

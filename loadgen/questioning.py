@@ -10,7 +10,7 @@ from typing import Any
 from app.routing.classes import RequestClass
 from loadgen.benchmarks import Marking, Question, most_probable, number_right
 from loadgen.client import CHAT_PATH, COMPLETION_PATH, OpenAIClient, ServerFault
-from loadgen.fidelity import TOP_TOKENS, all_of, post_json
+from loadgen.fidelity import TOP_TOKENS_VLLM, all_of, post_json
 from loadgen.records import Outcome
 from loadgen.training_data import paper_features
 
@@ -125,7 +125,7 @@ async def _choose(client: OpenAIClient, model: str, question: Question, output_t
         "prompt": f"{question.prompt}\nAnswer:",
         "max_tokens": 1,
         "temperature": 0,
-        "logprobs": TOP_TOKENS,
+        "logprobs": TOP_TOKENS_VLLM,
     }
     return await post_json(client, COMPLETION_PATH, body)
 

@@ -39,6 +39,9 @@ def vllm_args(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
         "max_model_len": settings.model.max_model_len,
         "worker_extension_cls": "app.engines.worker_report.WorkerReport",
         "enable_log_requests": False,
+        # vLLM allows 20, which of a small model's probability hold too little to compare modes by. An engine's limit
+        # on what may be asked for, and no part of a mode.
+        "max_logprobs": 100,
         # Equal priorities are first come, first served; a tenant that used more than its share waits for the others.
         "scheduling_policy": "priority",
     }

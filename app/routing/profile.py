@@ -85,6 +85,8 @@ class QualityEvidence(_Part):
     specific one that exists decides. Evidence from free text is of scope `none`, not of `any`: it says nothing of
     mathematics.
     `delta` is in the metric's units (points of accuracy, ROUGE-L), negative for worse, with its confidence interval.
+    `covered` is told of a KL: the share of the reference's probability on tokens that were compared one by one. What is
+    left counts as one outcome, so that such a KL is a lower bound, the closer the more is covered.
     """
 
     mode: str
@@ -95,6 +97,7 @@ class QualityEvidence(_Part):
     low: float | None = None
     high: float | None = None
     samples: int = Field(default=0, ge=0)
+    covered: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 class Profile(_Part):

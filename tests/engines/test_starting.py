@@ -9,6 +9,7 @@ import pytest
 from app.config import load_settings
 from app.engines.environment import engine_environment
 from app.engines.starting import output_to, root_cause, vllm_args
+from loadgen.fidelity import TOP_TOKENS
 
 LOG = """\
 (EngineCore pid=7) INFO 11-30 05:39:49 [core.py:1] starting
@@ -74,6 +75,16 @@ def test_vllm_knows_every_argument(preset):
     settings = load_settings({"preset": preset})
     for spec in settings.engine_specs:
         assert set(vllm_args(spec, settings)) <= fields
+
+
+@pytest.mark.parametrize("preset", ["cpu", "a100-40gb"])
+def test_every_engine_gives_as_many_log_probabilities_as_the_gate_compares(preset):
+    settings = load_settings({"preset": preset, "engine_defaults": {"engine_args": {"max_num_seqs": 3}}})
+    for spec in settings.engine_specs:
+        assert vllm_args(spec, settings)["max_logprobs"] == TOP_TOKENS
+        assert "max_logprobs" not in spec.delta
+    mine = load_settings({"preset": preset, "engine_defaults": {"engine_args": {"max_logprobs": 5}}})
+    assert vllm_args(mine.engine_specs[0], mine)["max_logprobs"] == 5
 
 
 def test_each_engine_has_its_own_compile_cache():

@@ -15,11 +15,15 @@ RIGHT, WRONG = {"token_id:1": -0.1, "token_id:2": -2.4}, {"token_id:1": -3.0, "t
 
 @dataclass
 class CachingApplication:
-    """corrupts: modes that answer wrong once the prompt comes from the cache. strays: modes that always do."""
+    """corrupts: modes that answer wrong once the prompt comes from the cache. strays: modes that always do.
+
+    max_logprobs: refused above, as vLLM does.
+    """
 
     corrupts: frozenset[str] = frozenset()
     strays: frozenset[str] = frozenset()
     caches: bool = True
+    max_logprobs: int = 100
     hits: int = 0
     seen: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
@@ -47,6 +51,10 @@ class CachingApplication:
     async def complete(self, request: web.Request) -> web.Response:
         body = await request.json()
         mode, words = body["model"].partition(":")[2], body["prompt"].split()
+        asked = body.get("prompt_logprobs", body.get("logprobs", 0))
+        if asked > self.max_logprobs:
+            message = f"Requested prompt logprobs of {asked}, which is greater than max allowed: {self.max_logprobs}"
+            return web.json_response({"error": {"message": message}}, status=400)
         if "prompt_logprobs" in body:
             row = {"1": {"logprob": -0.1}, "2": {"logprob": -2.4}}
             return web.json_response({"choices": [{"prompt_logprobs": [None] + [row] * len(words)}]})

@@ -4,6 +4,7 @@ from app.routing.mode_info import ModeInfo
 from app.routing.profile import QualityEvidence
 from loadgen.answer_fidelity import Wanted, Written, divergence, wanted_answers
 from loadgen.calibration_gate import Gate, evidence_of, lossy_engines, reference_of
+from loadgen.client import OpenAIClient
 from loadgen.fidelity import TextFidelity, stdlib_texts
 from loadgen.quality_gate import GENERATED_KL, KL, Limits
 from loadgen.served_modes import read_served
@@ -14,6 +15,7 @@ async def judged(application: CachingApplication) -> tuple[dict[tuple[str, str],
     overview = application.overview()
     gate = Gate(lossy_engines(read_served(overview, None, None).modes, ()), wanted_answers(overview))
     async with client_of(application) as client:
+        assert await gate.prepare(client, "m", "fp16") is None
         assert await gate.read(client, "m", "fp16", 20, 60.0) is None
         why = await gate.answer(client, "m", "fp16", 60.0)
     return {(one.mode, one.metric): one for one in gate.evidence()}, why
@@ -35,6 +37,24 @@ async def test_a_combination_passes_by_answers_from_its_cache() -> None:
     answers = found["int8_prefix_caching", GENERATED_KL]
     assert (why, answers.outcome, answers.samples) == (None, "pass", Limits().bootstrap_samples_min)
     assert application.asked.count("int8_prefix_caching") == 2 * application.asked.count("fp8_kv") == 40
+
+
+async def test_a_server_that_gives_fewer_tokens_is_judged_by_those_and_told_of() -> None:
+    application = CachingApplication(max_logprobs=20)
+    overview = application.overview()
+    gate = Gate(lossy_engines(read_served(overview, None, None).modes, ()), wanted_answers(overview))
+    async with client_of(application) as client:
+        why = await gate.prepare(client, "m", "fp16")
+        assert await gate.read(client, "m", "fp16", 20, 60.0) is None
+        assert await gate.answer(client, "m", "fp16", 60.0) is None
+    assert "only 20 log-probabilities" in str(why)
+    assert gate.top_tokens == 20
+    assert {one.outcome for one in gate.evidence()} == {"pass"}
+
+
+async def test_a_gate_that_cannot_ask_says_so() -> None:
+    async with OpenAIClient("http://127.0.0.1:9") as client:
+        assert "127.0.0.1:9" in str(await Gate({"int8": ["int8"]}).prepare(client, "m", "fp16"))
 
 
 async def test_a_kv_cache_that_loses_only_while_generating_does_not_pass() -> None:

@@ -7,9 +7,12 @@ from aiohttp import web
 
 from loadgen.client import OpenAIClient, ServerFault
 from loadgen.fidelity import (
+    TOP_TOKENS,
+    TOP_TOKENS_VLLM,
     FidelityUnavailable,
     TextFidelity,
     Token,
+    allowed_top_tokens,
     bucketed_kl,
     compare,
     measure_fidelity,
@@ -59,6 +62,9 @@ def row(logprobs: dict[int, float]) -> dict[str, Any]:
     return {str(key): {"logprob": value, "rank": 1, "decoded_token": "x"} for key, value in logprobs.items()}
 
 
+LIMITS = {"strict": 20, "stricter": 5}
+
+
 async def _complete(request: web.Request) -> web.Response:
     body = await request.json()
     mode = body["model"].partition(":")[2]
@@ -66,6 +72,11 @@ async def _complete(request: web.Request) -> web.Response:
         return web.json_response({"choices": [{"text": "x"}]})
     if mode == "broken":
         return web.json_response({"error": {"message": "no such mode"}}, status=404)
+    if (allowed := LIMITS.get(mode)) and body["prompt_logprobs"] > allowed:
+        words = f"Requested prompt logprobs of {body['prompt_logprobs']}, which is greater than max allowed: {allowed}"
+        return web.json_response({"error": {"message": words}}, status=400)
+    if mode == "curt" and body["prompt_logprobs"] > 20:
+        return web.json_response({"error": {"message": "too many prompt_logprobs"}}, status=400)
     seen = Q if mode == "gptq" else P
     return web.json_response({"choices": [{"text": "x", "prompt_logprobs": [None, row(seen), row(seen)]}]})
 
@@ -87,6 +98,29 @@ async def test_every_mode_reads_every_text(url: str) -> None:
     assert {(item.mode, item.text) for item in found} == {("gptq", 0), ("gptq", 1), ("int8", 0), ("int8", 1)}
     assert all(item.tokens == 2 for item in found)
     assert all((item.kl_nats < 1e-6) == (item.mode == "int8") for item in found)
+
+
+@pytest.mark.parametrize(
+    ("modes", "allowed"),
+    [
+        (["fp16", "gptq"], TOP_TOKENS),
+        (["fp16", "strict"], 20),
+        (["fp16", "stricter", "strict"], 5),
+        (["curt"], TOP_TOKENS_VLLM),
+    ],
+)
+async def test_as_many_tokens_are_compared_as_all_engines_allow(url: str, modes: list[str], allowed: int) -> None:
+    async with OpenAIClient(url) as client:
+        assert await allowed_top_tokens(client, [f"m:{mode}" for mode in modes]) == allowed
+        if modes[0] == "fp16":
+            found = await measure_fidelity(client, "m", "fp16", modes[1:], ["a"], top_tokens=allowed)
+            assert len(found) == len(modes) - 1
+
+
+async def test_a_mode_that_answers_nothing_has_no_limit(url: str) -> None:
+    async with OpenAIClient(url) as client:
+        with pytest.raises(ServerFault, match="no such mode"):
+            await allowed_top_tokens(client, ["m:broken"])
 
 
 async def test_a_server_without_prompt_logprobs_is_named(url: str) -> None:

@@ -96,6 +96,9 @@ def texts(kl_nats: float, count: int = 30, covered: float = 0.95) -> list[Diverg
         (texts(0.05), GateOutcome.INSUFFICIENT),
         (texts(0.01, count=5), GateOutcome.INSUFFICIENT),
         (texts(0.01, covered=0.5), GateOutcome.INSUFFICIENT),
+        # What was not compared can only add to it.
+        (texts(0.3, covered=0.5), GateOutcome.FAIL),
+        (texts(0.3, count=5, covered=0.5), GateOutcome.INSUFFICIENT),
         (texts(0.01, count=1), GateOutcome.INSUFFICIENT),
         ([], GateOutcome.INSUFFICIENT),
     ],
@@ -103,6 +106,7 @@ def texts(kl_nats: float, count: int = 30, covered: float = 0.95) -> list[Diverg
 def test_kl(found: list[Divergence], outcome: GateOutcome) -> None:
     judged = kl_evidence("gptq", "none", found)
     assert judged.outcome is outcome
+    assert judged.covered == (pytest.approx(found[0].covered) if found else None)
     judged.model_dump_json()
 
 
