@@ -31,7 +31,7 @@ def j_per_token(requests: Sequence[Spent]) -> float | None:
 
 
 class Account(NamedTuple):
-    """What the server's own account has for a mode in the time of the run, everybody's requests included."""
+    """What the server's own account has for a mode in the time of the run, over all requests that the key may see."""
 
     j_per_output_token: float | None
     methods: tuple[str, ...] = ()

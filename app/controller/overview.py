@@ -31,11 +31,31 @@ def model(service: Service, name: str, created_s: int) -> dict[str, Any]:
     return _model(name, created_s, service)
 
 
+_VOLUMES = frozenset(
+    {
+        "steps",
+        "prompt_tokens",
+        "generation_tokens",
+        "prefix_queries_tokens",
+        "prefix_hits_tokens",
+        "draft_tokens",
+        "accepted_tokens",
+        "preemptions",
+        "env",
+    }
+)
+"""What an engine did for all tenants together, less one's own, is what the others asked of it; and the operator's
+variables are nobody's business."""
+
+
 async def modes(service: Service, only_of: str | None = None) -> dict[str, Any]:
     """All modes with their engine's state, the engines with load and memory, and the modes this platform lacks.
 
-    Of tenants all, or `only_of` one.
+    Of tenants all, or `only_of` one, who is not shown what engines did for others.
     """
+    engines = await asyncio.gather(*(_engine(service, link) for link in service.links))
+    if only_of is not None:
+        engines = [{name: told for name, told in engine.items() if name not in _VOLUMES} for engine in engines]
     platform = service.settings.platform
     knowledge = service.router.policies.knowledge
     return {
@@ -45,7 +65,7 @@ async def modes(service: Service, only_of: str | None = None) -> dict[str, Any]:
         "routing": {**service.router.describe(), "settings_error": service.settings_error},
         "tenants": service.tenants.counters(only_of),
         "data": [_mode(service, name, choice) for name, choice in service.table.modes.items()],
-        "engines": await asyncio.gather(*(_engine(service, link) for link in service.links)),
+        "engines": engines,
         "not_served": [
             {"id": mode.name, "paper_name": mode.paper_name, "reason": mode.unsupported.get(platform, "not configured")}
             for mode in CATALOGUE.values()

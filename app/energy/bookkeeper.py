@@ -86,15 +86,15 @@ class Bookkeeper:
 
     # Questions --------------------------------------------------------------------------------------------------
 
-    def request(self, request_id: str, settled_s: float, measuring: bool) -> dict[str, Any]:
-        """A request's record (None while it runs) and its energy.
+    def request(self, request_id: str, settled_s: float, measuring: bool, tenant: str | None = None) -> dict[str, Any]:
+        """A request's record (None while it runs) and its energy: the latest of a name, of one `tenant` or of all.
 
         Raises:
             UnknownRequest
             sqlite3.Error: the ledger cannot be read now.
         """
         connection = self._ledger().connection
-        request_id = queries.newest_named(connection, request_id) or request_id
+        request_id = queries.newest_named(connection, request_id, tenant) or request_id
         record = queries.request_row(connection, request_id)
         energy = self.energy(request_id, settled_s, measuring, recorded=record is not None)
         if energy is None:

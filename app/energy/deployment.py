@@ -102,8 +102,10 @@ class EnergyMeter:
         """See `Meter.weigh`."""
         await self._ask(lambda meter: meter.weigh(tokens, watts))
 
-    async def totals(self, since_s: float | None = None, until_s: float | None = None) -> Totals:
-        """Totals by mode, engine, tenant and class; seconds since 1970.
+    async def totals(
+        self, since_s: float | None = None, until_s: float | None = None, tenant: str | None = None
+    ) -> Totals:
+        """Totals by mode, engine, tenant and class, of one `tenant` or of all; seconds since 1970.
 
         Raises:
             BadRange: the range makes no sense; a caller that checks a user's with `TimeRange` first never gets it.
@@ -112,14 +114,14 @@ class EnergyMeter:
         span = TimeRange(since_s, until_s)
         span.check_not_future(time.time())
         await self._ask(Meter.catch_up)
-        return await self._reader.totals(span)
+        return await self._reader.totals(span, tenant)
 
-    async def request(self, request_id: str) -> dict[str, Any] | None:
+    async def request(self, request_id: str, tenant: str | None = None) -> dict[str, Any] | None:
         """See `Meter.request`; None for an unknown id, because Serve logs every exception with its traceback."""
 
         def ask(meter: Meter) -> dict[str, Any] | None:
             try:
-                return meter.request(request_id)
+                return meter.request(request_id, tenant)
             except UnknownRequest:
                 return None
 

@@ -42,9 +42,9 @@ class LedgerReader:
         self._path = path
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="energy-ledger-reader")
 
-    async def totals(self, span: TimeRange) -> Totals:
-        """Totals by mode, engine, tenant and class."""
-        return await self._ask(lambda connection: totals(connection, span))
+    async def totals(self, span: TimeRange, tenant: str | None = None) -> Totals:
+        """Totals by mode, engine, tenant and class, of one `tenant` or of all."""
+        return await self._ask(lambda connection: totals(connection, span, tenant))
 
     async def later_meter_works(self, generation: int, since_s: float) -> bool:
         """Whether a meter that came after this generation wrote since then (seconds since 1970), or still runs."""

@@ -240,14 +240,14 @@ class Meter:
             self._settle(now_s)
             self.flush()
 
-    def request(self, request_id: str) -> dict[str, Any]:
-        """A request's record (None while it runs) and its energy.
+    def request(self, request_id: str, tenant: str | None = None) -> dict[str, Any]:
+        """A request's record (None while it runs) and its energy: the latest of a name, of one `tenant` or of all.
 
         Raises:
             UnknownRequest
             sqlite3.Error: the ledger cannot be read now.
         """
-        return self._books.request(request_id, settled_through_s(self._tracks), bool(self._looking))
+        return self._books.request(request_id, settled_through_s(self._tracks), bool(self._looking), tenant)
 
     def energy(self, request_id: str) -> RequestEnergy | None:
         """What a request has used so far; None when the meter has not heard of it.

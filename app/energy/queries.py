@@ -60,7 +60,10 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The account of a time range. Joules are None when nothing was measured in it."""
+    """The account of a time range. Joules are None when nothing was measured in it.
+
+    Of one tenant there are its credits; what the device used, and what of it is nobody's, is None.
+    """
 
     since_s: float | None
     until_s: float | None
@@ -77,8 +80,11 @@ class Totals:
     by: dict[str, tuple[Share, ...]]
 
 
-def totals(connection: sqlite3.Connection, span: TimeRange) -> Totals:
-    """Totals by mode, engine, tenant and class. A flush (2 s by default) counts where it ended."""
+def totals(connection: sqlite3.Connection, span: TimeRange, tenant: str | None = None) -> Totals:
+    """Totals by mode, engine, tenant and class, of one `tenant` or of all.
+
+    A flush (2 s by default) counts where it ended.
+    """
     where, bounds = "WHERE end_s >= ? AND end_s < ?", span.bounds
     account = connection.execute(
         "SELECT sum(measured_j), sum(idle_j), sum(credited_j), sum(residual_j), sum(approximate_j), sum(unmeasured_s) "
@@ -90,7 +96,13 @@ def totals(connection: sqlite3.Connection, span: TimeRange) -> Totals:
         tuple(row[0] for row in connection.execute(f"SELECT DISTINCT {column} FROM intervals {where}", bounds))
         for column in ("method", "scope", "device")
     )
-    by = {group: _shares(connection, group, where, bounds) for group in _GROUPS}
+    if tenant is not None:
+        # The remainder of a device's joules would tell what the others used.
+        idle_j = residual_j = approximate_j = None
+        credits_j = "SELECT total(energy_j) FROM credits WHERE end_s >= ? AND end_s < ? AND tenant = ?"
+        (own_j,) = connection.execute(credits_j, (*bounds, tenant)).fetchone()
+        credited_j, measured_j = None if measured_j is None else own_j, None
+    by = {group: _shares(connection, group, span, tenant) for group in _GROUPS}
     return Totals(
         since_s=span.since_s,
         until_s=span.until_s,
@@ -107,17 +119,17 @@ def totals(connection: sqlite3.Connection, span: TimeRange) -> Totals:
     )
 
 
-def _shares(connection: sqlite3.Connection, group: str, where: str, bounds: tuple[float, float]) -> tuple[Share, ...]:
+def _shares(connection: sqlite3.Connection, group: str, span: TimeRange, tenant: str | None) -> tuple[Share, ...]:
     # An engine on several devices reports its tokens on each: its joules add up over them, its tokens do not.
     rows = connection.execute(
         f'WITH by_device AS (SELECT "{group}" AS name, engine, device, sum(energy_j) AS energy_j, '
         "  sum(idle_share_j) AS idle_share_j, sum(prefill_tokens) AS prefill, sum(decode_tokens) AS decode "
-        f"  FROM credits {where} GROUP BY name, engine, device), "
+        "  FROM credits WHERE end_s >= ? AND end_s < ? AND (? IS NULL OR tenant = ?) GROUP BY name, engine, device), "
         "by_engine AS (SELECT name, sum(energy_j) AS energy_j, sum(idle_share_j) AS idle_share_j, "
         "  max(prefill) AS prefill, max(decode) AS decode FROM by_device GROUP BY name, engine) "
         "SELECT name, sum(energy_j), sum(idle_share_j), sum(prefill), sum(decode) FROM by_engine "
         "GROUP BY name ORDER BY name",
-        bounds,
+        (*span.bounds, tenant, tenant),
     )
     return tuple(
         Share(name, energy_j, idle_share_j, prefill, decode, energy_j / decode if decode else None)
@@ -125,13 +137,16 @@ def _shares(connection: sqlite3.Connection, group: str, where: str, bounds: tupl
     )
 
 
-def newest_named(connection: sqlite3.Connection, name: str) -> str | None:
-    """The ledger's id of the latest request that a client called `name` (see `RequestRecord.request_id`)."""
+def newest_named(connection: sqlite3.Connection, name: str, tenant: str | None = None) -> str | None:
+    """The ledger's id of the latest request that a client called `name` (see `RequestRecord.request_id`).
+
+    Of one `tenant` or of all: two tenants may use the same name.
+    """
     # From "name." up to, not including, "name/": '/' is the character after '.'.
     found = connection.execute(
-        "SELECT request_id FROM requests WHERE request_id = ? OR (request_id >= ? AND request_id < ?) "
-        "ORDER BY recorded_s DESC LIMIT 1",
-        (name, f"{name}.", f"{name}/"),
+        "SELECT request_id FROM requests WHERE (request_id = ? OR (request_id >= ? AND request_id < ?)) "
+        "AND (? IS NULL OR tenant = ?) ORDER BY recorded_s DESC LIMIT 1",
+        (name, f"{name}.", f"{name}/", tenant, tenant),
     ).fetchone()
     return found[0] if found else None
 

@@ -146,23 +146,25 @@ class PlayedMeter:
 
     def __init__(self):
         self.requests = {}
-        self.by = {"mode": ()}
+        self.by = {}
+        """What each tenant's account holds; that of all is None's."""
+        self.meter_state = {"measuring": False}
         self.broken = False
 
-    async def totals(self, since_s, until_s):
+    async def totals(self, since_s, until_s, tenant):
         from app.energy.queries import Totals
 
         if self.broken:
             raise ConnectionError("gone")
         TimeRange(since_s, until_s)
         nothing = (None,) * 6
-        return Totals(since_s, until_s, *nothing, (), (), (), self.by)
+        return Totals(since_s, until_s, *nothing, (), (), (), self.by.get(tenant, {"mode": ()}))
 
-    async def request(self, request_id):
+    async def request(self, request_id, tenant):
         return self.requests.get(request_id)
 
     async def state(self):
-        return {"measuring": False}
+        return self.meter_state
 
 
 @pytest.fixture

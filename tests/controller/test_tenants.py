@@ -195,10 +195,30 @@ def test_with_keys_a_tenant_sees_its_own_figures_and_an_admin_all(service, meter
     }
     client = TestClient(create_app(service, meter), headers={"authorization": f"Bearer {key}"})
     assert set(client.get("/v1/modes").json()["tenants"]) == sees
-    by = client.get("/v1/energy").json()["by"]
-    assert {share["name"] for share in by["tenant"]} - {None} == sees
-    assert len(by["mode"]) == 3
+    account = client.get("/v1/energy").json()
+    assert {share["name"] for share in account["by"]["tenant"]} == sees
+    assert account["tenant"] == (None if key == "a" else "red")
     assert {name for name in ("red", "blue") if client.get(f"/v1/requests/{name}").status_code == 200} == sees
+
+
+@pytest.mark.parametrize("keys", [Keys({digest("k"): "red", digest("a"): "operators"})])
+def test_with_keys_only_an_admin_sees_how_much_the_device_did(service, meter, keys):
+    service.tenants = Tenants(keys, {}, ("operators",))
+    device = {"device": "GPU-0", "name": "A100", "method": "nvml_counter", "scope": "whole GPU", "notes": []}
+    meter.meter_state = {"measuring": True, "devices": [{**device, "engine_watts": {"fp16": 200.0}}], "backlog": 3}
+    client = TestClient(create_app(service, meter))
+
+    def shown(path, key):
+        return client.get(path, headers={"authorization": f"Bearer {key}"}).json()
+
+    assert shown("/v1/energy", "a")["meter"] == meter.meter_state
+    assert shown("/v1/energy", "k")["meter"] == {"measuring": True, "devices": [device]}
+    whole, own = (shown("/v1/modes", key)["engines"][0] for key in ("a", "k"))
+    volumes = {"steps", "prompt_tokens", "generation_tokens", "prefix_queries_tokens", "prefix_hits_tokens"}
+    volumes |= {"draft_tokens", "accepted_tokens", "preemptions", "env"}
+    assert own == {name: told for name, told in whole.items() if name not in volumes}
+    assert volumes <= whole.keys()
+    assert own["resident_bytes"] == 5
 
 
 @pytest.mark.parametrize("keys", [Keys({digest("k"): "red", digest("a"): "operators"})])

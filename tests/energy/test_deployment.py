@@ -82,10 +82,10 @@ async def test_a_long_question_does_not_hold_the_meter_up(tmp_path, monkeypatch)
     asked, answer = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(connection, span):
+    def slow(connection, span, tenant):
         loop.call_soon_threadsafe(asked.set)
         assert answer.wait(10)
-        return queries.totals(connection, span)
+        return queries.totals(connection, span, tenant)
 
     monkeypatch.setattr("app.energy.ledger_reader.totals", slow)
     meter = EnergyMeter(EnergySettings(source="none"), tmp_path / "energy.sqlite")

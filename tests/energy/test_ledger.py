@@ -7,7 +7,7 @@ import pytest
 
 from app.energy.ledger import Fenced, Ledger, LedgerCorrupt, open_or_set_aside
 from app.energy.ledger_file import LedgerFile
-from app.energy.queries import TimeRange, request_row, request_sums, totals
+from app.energy.queries import TimeRange, newest_named, request_row, request_sums, totals
 from app.energy.rows import (
     CalibrationRow,
     Context,
@@ -31,16 +31,16 @@ def interval(end_s, measured_j=10.0, device="GPU-0"):
     )  # fmt: skip
 
 
-def credit(end_s, engine="fp16", mode="fp16", device="GPU-0"):
-    return CreditRow(end_s, device, engine, mode, "default", "standard", 5.0, 0.0, 100.0, 10.0)
+def credit(end_s, engine="fp16", mode="fp16", device="GPU-0", tenant="default"):
+    return CreditRow(end_s, device, engine, mode, tenant, "standard", 5.0, 0.0, 100.0, 10.0)
 
 
 def request_credit(end_s, request_id="r1", final=False):
     return RequestCreditRow(request_id, end_s, "fp16", "nvml_counter", "whole GPU", 5.0, 0.0, 100.0, 10.0, final)
 
 
-def record(request_id="r1", **columns):
-    return RequestRecord(request_id, 100.0, "fp16", "fp16", "default", "standard", "ok", **columns)
+def record(request_id="r1", tenant="default", recorded_s=100.0, **columns):
+    return RequestRecord(request_id, recorded_s, "fp16", "fp16", tenant, "standard", "ok", **columns)
 
 
 def test_history_survives_a_restart(path):
@@ -197,6 +197,30 @@ def test_a_place_that_cannot_be_written_is_told_and_tried_again(tmp_path):
     (tmp_path / "folder").unlink()
     assert file.record([record()]) == 0
     assert file.message is None
+
+
+def test_the_account_of_a_tenant_tells_nothing_of_the_others(path):
+    ledger = Ledger(path)
+    ledger.write(
+        [interval(100)],
+        [credit(100, tenant="red"), credit(100, tenant="blue"), credit(100, mode="gptq", tenant="blue")],
+        [],
+    )
+    red = totals(ledger.connection, TimeRange(), "red")
+    assert red.by.keys() == {"mode", "engine", "tenant", "class"}
+    assert [[share.energy_j for share in shares] for shares in red.by.values()] == [[5.0]] * 4
+    assert (red.credited_j, red.methods) == (5.0, ("nvml_counter",))
+    assert {red.measured_j, red.idle_j, red.residual_j, red.approximate_j} == {None}
+    assert totals(ledger.connection, TimeRange(), "green").credited_j == 0
+    assert totals(ledger.connection, TimeRange(200), "red").credited_j is None
+    assert totals(ledger.connection, TimeRange()).credited_j == 5
+
+
+def test_a_name_that_two_tenants_use_is_found_for_each(path):
+    ledger = Ledger(path)
+    ledger.record([record("order.1", "red", 100.0), record("order.2", "red", 101.0), record("order.3", "blue", 102.0)])
+    found = {tenant: newest_named(ledger.connection, "order", tenant) for tenant in ("red", "blue", "green", None)}
+    assert found == {"red": "order.2", "blue": "order.3", "green": None, None: "order.3"}
 
 
 def test_tokens_of_two_engines_add_up_and_of_two_devices_do_not(path):
