@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from app.controller.tokens import Uncountable, prompts_of
 from app.controller.wishes import choices_of
@@ -29,6 +29,17 @@ class Tokenizes(Protocol):
     def count_text(self, text: str, body: Mapping[str, Any]) -> int: ...
 
 
+class Said(NamedTuple):
+    """Hashes by which a conversation's turns recognise one another."""
+
+    began: str
+    """Of everything up to the first thing the user said."""
+    so_far: str
+    """Of everything."""
+    before: str | None
+    """Of everything before the last answer, which is what the turn before had so far; None for a first turn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A request's prompt, or prompts: a completion may bring a list, which is answered as a whole."""
@@ -43,10 +54,8 @@ class Prompt:
     """Answers that each prompt is to get."""
     exact: bool
     chain: PromptChain
-    conversation: str | None
-    """A hash that names the conversation, for chats."""
-    continues: bool
-    """An earlier turn of the conversation was answered."""
+    said: Said | None
+    """For chats."""
 
     @property
     def tokens(self) -> int:
@@ -106,14 +115,13 @@ class PromptReader:
             choices_of(body),
             exact,
             text_chain(text, str(body.get("cache_salt") or "")),
-            _conversation(messages),
-            any(message["role"] == "assistant" for message in messages),
+            said(messages),
         )
 
     async def _read_completion(self, body: Mapping[str, Any]) -> Prompt:
         prompt, salt, choices = body.get("prompt"), str(body.get("cache_salt") or ""), choices_of(body)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            return Prompt("", "", (len(prompt),), choices, True, token_chain(prompt, salt), None, False)
+            return Prompt("", "", (len(prompt),), choices, True, token_chain(prompt, salt), None)
         texts = [_text_of(one) for one in prompts_of(body)]
         text = "\n".join(texts)
         counts, exact = [self._estimator.estimate(one) for one in texts], False
@@ -122,7 +130,7 @@ class PromptReader:
                 counts, exact = await self._in_time(len(text), self._tokenizer.count, body), True
         if exact and isinstance(prompt, str):
             self._estimator.observe(text, counts[0])
-        return Prompt(text, text, tuple(counts), choices, exact, text_chain(text, salt), None, False)
+        return Prompt(text, text, tuple(counts), choices, exact, text_chain(text, salt), None)
 
     async def _count(self, text: str, body: Mapping[str, Any]) -> tuple[int, bool]:
         if self._tokenizer is None or len(text) >= self._exact_below_chars:
@@ -137,15 +145,21 @@ class PromptReader:
         return await asyncio.to_thread(count, *args)
 
 
-def _conversation(messages: list[dict[str, Any]]) -> str:
-    """Names a conversation by how it began: everything up to the first thing the user said."""
-    beginning = []
+def said(messages: list[dict[str, Any]]) -> Said:
+    """What names the conversation that a chat's messages are of."""
+    digest = hashlib.blake2b(digest_size=12)
+    began = before = None
     for message in messages:
-        beginning.append((message["role"], message.get("content")))
-        if message["role"] == "user":
-            break
-    text = json.dumps(beginning, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+        role = message["role"]
+        if role == "assistant":
+            before = digest.hexdigest()
+        parts = [role, message.get("content"), message.get("tool_calls")]
+        for text in (part if isinstance(part, str) else json.dumps(part, default=str) for part in parts if part):
+            digest.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
+        if began is None and role == "user":
+            began = digest.hexdigest()
+    so_far = digest.hexdigest()
+    return Said(began or so_far, so_far, before)
 
 
 def _text_of(value: Any) -> str:

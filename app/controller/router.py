@@ -131,9 +131,11 @@ class Router:
         snapshot = self.snapshot(now_s)
         for name, view in snapshot.engines.items():
             self._prefixes.follow(name, view.epoch, view.kv_capacity_tokens)
-        if prompt.conversation is not None and prompt.continues:
-            weights = self._conversations.weights(prompt.conversation)
-            wishes = msgspec.structs.replace(wishes, conversation=prompt.conversation, conversation_weights=weights)
+        said = prompt.said
+        if said is not None and said.before is not None:
+            # Many begin alike; only where its history was shortened is a conversation recognised by its beginning.
+            weights = self._conversations.weights(said.before) or self._conversations.weights(said.began)
+            wishes = msgspec.structs.replace(wishes, conversation=said.began, conversation_weights=weights)
         features = self._measure(prompt, max_tokens, label, wishes, snapshot)
         policies = self.policies
         if mode is not None:
@@ -172,8 +174,9 @@ class Router:
         self._breakers[mode.name].started(now_s)
         self._traffic.add(features.prompt_tokens, features.seen_tokens, features.expected_output_tokens, features.tag)
         self._prefixes.record(prompt.chain, prompt.tokens, mode.engine if mode.prefix_reuse else None)
-        if prompt.conversation is not None:
-            self._conversations.began(prompt.conversation, mode.weights)
+        if prompt.said is not None:
+            for name in {prompt.said.began, prompt.said.so_far}:
+                self._conversations.began(name, mode.weights)
 
     def failed(self, mode: str) -> None:
         """The engine was lost under a request that was sent to this mode."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-MAX_CONVERSATIONS = 50_000
+MAX_CONVERSATIONS = 100_000
+"""Names; a turn has two, its beginning and all of it."""
 
 
 class Conversations:
-    """The weight set of each recent conversation, by its hash; the least recently used are forgotten."""
+    """The weight set of each recent conversation, by hashes of it; the least recently used are forgotten."""
 
     __slots__ = ("_limit", "_weights")
 

@@ -46,7 +46,7 @@ async def chat(reader, *messages, **body):
 async def test_a_chat_is_counted_as_the_model_reads_it(reader):
     prompt = await chat(reader, SYSTEM, user("one two three"))
     assert (prompt.tokens, prompt.exact, prompt.instruction) == (5, True, "one two three")
-    assert not prompt.continues
+    assert prompt.said.before is None
 
 
 async def test_a_long_prompt_is_estimated_and_the_estimate_learns(reader):
@@ -71,11 +71,15 @@ async def test_without_a_tokenizer_everything_is_estimated():
 
 
 async def test_a_conversation_keeps_its_name_over_its_turns(reader):
-    first = await chat(reader, SYSTEM, user("hi"))
-    later = await chat(reader, SYSTEM, user("hi"), assistant("hello"), user("and then?"))
-    other = await chat(reader, SYSTEM, user("ho"), assistant("hello"), user("and then?"))
-    assert first.conversation == later.conversation != other.conversation
-    assert (first.continues, later.continues) == (False, True)
+    turns = [SYSTEM, user("hi")]
+    first = (await chat(reader, *turns)).said
+    turns += [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "5"}]
+    second = (await chat(reader, *turns)).said
+    third = (await chat(reader, *turns, assistant("hello"), user("and then?"))).said
+    other = (await chat(reader, SYSTEM, user("ho"), assistant("hello"), user("and then?"))).said
+    assert first.began == first.so_far == second.began == second.before == third.began
+    assert third.before == second.so_far
+    assert (first.before, len({second.so_far, third.so_far, other.so_far, other.before, first.began})) == (None, 5)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,25 @@ def test_a_conversation_keeps_its_weights(client, service, engines):
     assert client.post(CHAT, json=body).headers["x-modeswitch-engine"] == "gptq"
 
 
+def test_conversations_that_begin_alike_keep_their_own_weights(client):
+    def turn(turns, policy=None):
+        headers = {"x-modeswitch-policy": policy} if policy else {}
+        body = {"messages": turns, "max_tokens": 64}
+        return client.post(CHAT, json=body, headers=headers).headers["x-modeswitch-engine"]
+
+    def further(turns, answer):
+        return [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
+
+    begin = [{"role": "user", "content": "hello"}]
+    one, other = further(begin, "well"), further(begin, "yes?")
+    assert turn(begin, "static:int8") == turn(one) == "int8"
+    assert turn(begin, "static:fp16") == turn(other) == "fp16"
+    assert turn(further(one, "so")) == "int8"
+    assert turn(further(other, "so")) == "fp16"
+    # Without what was in between it is only known how it began.
+    assert turn([*begin, *further([], "so")]) == "fp16"
+
+
 def test_a_shared_prefix_is_expected_where_it_was_sent_until_the_engine_forgets(chat, service, engines):
     service.links[0].status = status_of("fp16", kv_capacity_tokens=10_000)
     prompt = "the same long beginning of it all " * 12
