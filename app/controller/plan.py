@@ -14,7 +14,7 @@ from app.controller.body import Incoming
 from app.controller.links import EngineLink
 from app.controller.prompts import Prompt
 from app.controller.tenants import Admission
-from app.energy.rows import Context, RequestRecord
+from app.energy.rows import LONGEST_TEXT, Context, RequestRecord
 from app.routing.decision import Decision, Outcome
 from app.routing.features import RequestFeatures
 from app.routing.shadow import Shadow
@@ -113,7 +113,8 @@ class Ticket:
                 "policy": plan.policy,
                 "named": plan.named,
                 "decision": _json(plan.outcome),
-                "reason": plan.outcome.reason,
+                # A refusal names every mode; with many of them the ledger would take it for a user's text.
+                "reason": plan.outcome.reason[:LONGEST_TEXT],
                 "shadows": [_json(shadow) for shadow in plan.shadows],
                 "decided_in_us": round(plan.took_us, 1),
             },

@@ -164,6 +164,7 @@ class Service:
                 if failed is not None:
                     return self._whole(ticket, failed)
                 ticket.plan, ticket.link = plan, None
+                log.info("request %s: policy %s: %s", ticket.key, plan.policy, plan.outcome.reason)
                 raise self._refusal(plan.outcome, plan, mode, lost)
             choice = self.table.modes[plan.outcome.mode]
             ticket.plan, ticket.link = plan, choice.link
@@ -243,7 +244,14 @@ class Service:
         self._telemetry.count(
             "modeswitch_decisions_total", decision.mode, decision.request_class.value, plan.policy, _why(plan, decision)
         )
-        log.info("request %s: %s", ticket.key, decision.reason)
+        log.info(
+            "request %s: policy %s, profile %s, engine %s: %s",
+            ticket.key,
+            plan.policy,
+            decision.profile_version,
+            decision.engine,
+            decision.reason,
+        )
 
     def _call(self, ticket: Ticket, plan: Plan, choice: Choice) -> Call:
         incoming, link = ticket.incoming, choice.link

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 _FORBIDDEN = frozenset({"prompt", "messages", "content", "text", "completion", "output", "input", "body"})
-_LONGEST_TEXT = 500
+LONGEST_TEXT = 500
 """Reasons and names fit; prompts usually do not."""
 _JSON_COLUMNS = ("features", "snapshot", "decision", "outcome")
 
@@ -76,7 +76,7 @@ class RequestRecord:
 
 def _refuse_text(value: Any, place: str) -> None:
     if isinstance(value, str):
-        if len(value) > _LONGEST_TEXT:
+        if len(value) > LONGEST_TEXT:
             raise RowRefused(f"{place} is a text of {len(value)} characters; texts of users are not kept")
     elif isinstance(value, Mapping):
         for key, inner in value.items():

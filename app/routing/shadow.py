@@ -10,6 +10,9 @@ from app.routing.json_record import JsonRecord
 from app.routing.policies.base import Policy
 from app.routing.snapshot import Snapshot
 
+_LONGEST_ERROR = 200
+"""Characters kept of what a policy failed with: its message may quote anything, and the ledger keeps no long texts."""
+
 
 class Shadow(JsonRecord, frozen=True, kw_only=True):
     """What another policy would have done. `mode` is None when it refused or failed."""
@@ -34,7 +37,8 @@ def _one(policy: Policy, executed: Outcome, features: RequestFeatures, snapshot:
     try:
         outcome = policy.decide(features, snapshot)
     except Exception as error:
-        return Shadow(policy=policy.name, mode=None, agrees=False, error=f"{type(error).__name__}: {error}")
+        words = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+        return Shadow(policy=policy.name, mode=None, agrees=False, error=words)
     if not isinstance(outcome, Decision):
         return Shadow(policy=policy.name, mode=None, agrees=mode is None, error=None)
     terms = outcome.terms

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -11,12 +12,16 @@ from app.config import TenantLimits, load_live
 from app.controller.errors import ApiError
 from app.controller.knowledge import Knowledge
 from app.controller.links import EngineLost
+from app.controller.plan import Ticket
 from app.controller.policies import PolicySet
+from app.controller.prompts import Prompt
 from app.controller.routes import create_app
 from app.routing.breaker import FAILURES_TO_OPEN
-from app.routing.decision import Decision, Refusal
-from app.routing.features import RequestFeatures
+from app.routing.classes import RequestClass
+from app.routing.decision import Decision, Ineligible, Refusal
+from app.routing.features import RequestFeatures, Wishes
 from app.routing.mode_info import ModeInfo
+from app.routing.prefix_index import text_chain
 from app.routing.profile import parse_profile
 from app.routing.settings import RoutingSettings
 from app.routing.snapshot import Snapshot
@@ -297,6 +302,39 @@ def test_shadows_are_recorded_and_not_followed(chat, service, records):
     shadows = records.records[-1].decision["shadows"]
     assert [shadow["policy"] for shadow in shadows] == ["cost", "rules"]
     assert shadows[0]["mode"].startswith("gptq")
+
+
+def test_the_log_says_what_decided_and_why(chat, service, caplog):
+    caplog.set_level("INFO", logger="ray.serve")
+    headers = chat("a word of mine", max_tokens=64).headers
+    (line,) = [record.getMessage() for record in caplog.records]
+    for part in ("request-id", "policy", "profile", "engine", "reason"):
+        assert headers[f"x-modeswitch-{part}"] in line
+    assert "word" not in line
+    for link in service.links:
+        link.status = None
+    caplog.clear()
+    chat(status=503)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "policy cost" in line
+    assert "engine unhealthy" in line
+
+
+def test_a_refusal_that_names_dozens_of_modes_is_recorded_all_the_same(service, incoming):
+    by_mode = {f"a_mode_of_the_operators_own_{number}": Ineligible.NOT_RESIDENT for number in range(40)}
+    why = Refusal(
+        code=Ineligible.NOT_RESIDENT,
+        request_class=RequestClass.STANDARD,
+        policy="cost",
+        settings_version="v",
+        by_mode=by_mode,
+    )
+    prompt = Prompt("", "", (1,), 1, True, text_chain(""), None)
+    plan = service.router.decide(prompt, wishes=Wishes())
+    ticket = Ticket("key", incoming(), "red", 0.0, plan=replace(plan, outcome=why))
+    assert len(why.reason) > 500
+    row = ticket.record("refused", None, "engine_not_resident").columns()
+    assert json.loads(row["decision"])["decision"]["by_mode"] == by_mode
 
 
 def decide_again(record):

@@ -118,15 +118,26 @@ class Broken:
         raise ZeroDivisionError("no")
 
 
+class Wordy:
+    name = "wordy"
+
+    def decide(self, features: RequestFeatures, snapshot: Snapshot) -> Decision:
+        raise ValueError("what somebody asked, " * 1000)
+
+
 def test_shadows_are_compared_and_one_that_fails_disturbs_nothing(
     modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make
 ) -> None:
     asked, live = features(), snapshot()
     cost = make_policy("cost", modes, RoutingSettings(), profile)
     rules = make_policy("rules", modes, RoutingSettings(), profile)
-    seen = evaluate([rules, cost, Broken()], cost.decide(asked, live), asked, live)
-    assert [shadow.policy for shadow in seen] == ["rules", "cost", "broken"]
+    seen = evaluate([rules, cost, Broken(), Wordy()], cost.decide(asked, live), asked, live)
+    assert [shadow.policy for shadow in seen] == ["rules", "cost", "broken", "wordy"]
     assert seen[1].agrees
     assert seen[1].latency_ms
     assert seen[2].error == "ZeroDivisionError: no"
+    # The ledger refuses a row with a long text.
+    assert seen[3].error is not None
+    assert seen[3].error.startswith("ValueError: what")
+    assert len(seen[3].error) < 300
     assert Shadow.from_json(seen[1].to_json()) == seen[1]
