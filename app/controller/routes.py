@@ -41,6 +41,11 @@ def create_app(service: Service, meter: Accounts) -> Starlette:
 
         return guard
 
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        service.refused(error)
+        return await answer_api_error(request, error)
+
     async def list_models(_: Request) -> Response:
         return JSONResponse(overview.models(service, created_s))
 
@@ -83,7 +88,7 @@ def create_app(service: Service, meter: Accounts) -> Starlette:
             Route("/admin/reset_prefix_cache", guarded(reset_prefix_cache), methods=["POST"]),
         ],
         exception_handlers={
-            ApiError: answer_api_error,
+            ApiError: refuse,
             HTTPException: answer_http_exception,
             Exception: answer_unexpected,
         },

@@ -103,6 +103,10 @@ class Service:
 
     # Requests ---------------------------------------------------------------------------------------------------
 
+    def refused(self, error: ApiError) -> None:
+        """Count a refusal, whatever part of the HTTP surface it came from."""
+        self._telemetry.count("modeswitch_refusals_total", error.code or "invalid_request")
+
     async def answer(self, incoming: Incoming) -> Answer:
         """Serve one request.
 
@@ -116,7 +120,6 @@ class Service:
         try:
             return await self._answer(ticket)
         except ApiError as error:
-            self._telemetry.count("modeswitch_refusals_total", error.code or "invalid_request")
             self._give_up(ticket, _ENDED.get(error.code or "", "refused"), error.code)
             error.headers = {**ticket.headers(), **error.headers}
             raise
