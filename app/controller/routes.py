@@ -20,8 +20,8 @@ from app.controller.errors import (
     answer_http_exception,
     answer_unexpected,
 )
-from app.controller.service import Service
-from app.controller.streaming import ClientGone, EventStream, unless_gone
+from app.controller.service import Answer, Service
+from app.controller.streaming import ClientGone, EventStream, close, unless_gone
 from app.wire import Endpoint
 
 _CLIENT_CLOSED_REQUEST = 499
@@ -95,13 +95,19 @@ def create_app(service: Service, meter: Accounts) -> Starlette:
     )
 
 
+async def _discard(answer: Answer) -> None:
+    """Nobody is there any more to read it: a stream would hold its place in the engine's queue for ever."""
+    if answer.frames is not None:
+        await close(answer.frames)
+
+
 def _generate(service: Service, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     max_body_bytes = service.settings.controller.max_body_bytes
 
     async def generate(request: Request) -> Response:
         incoming = await read_request(request, endpoint, max_body_bytes)
         try:
-            answer = await unless_gone(request.receive, service.answer(incoming))
+            answer = await unless_gone(request.receive, service.answer(incoming), _discard)
         except ClientGone:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         if answer.frames is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from starlette.responses import Response
@@ -42,14 +42,7 @@ class EventStream(Response):
         finally:
             await _cancel(writing)
             await _cancel(leaving)
-            await self._close()
-
-    async def _close(self) -> None:
-        """Close the source. One that was never begun would not notice, so it is begun first."""
-        if isinstance(self._frames, AsyncGenerator):
-            if not self._begun:
-                await anext(self._frames, None)
-            await self._frames.aclose()
+            await close(self._frames, self._begun)
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -59,8 +52,18 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+async def close(frames: AsyncIterator[str], begun: bool = False) -> None:
+    """Close a stream. One that was never begun would not notice, so it is begun first."""
+    if isinstance(frames, AsyncGenerator):
+        if not begun:
+            await anext(frames, None)
+        await frames.aclose()
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T], discard: Callable[[T], Awaitable[None]] | None = None) -> T:
     """The result of `work`, which is cancelled as soon as the client disconnects. The body must have been read.
+
+    A result that came at the very moment when this call was cancelled goes to `discard`.
 
     Raises:
         ClientGone: the client disconnected first.
@@ -72,6 +75,10 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         if not working.done():
             raise ClientGone
         return working.result()
+    except asyncio.CancelledError:
+        if discard is not None and working.done() and not working.cancelled() and working.exception() is None:
+            await discard(working.result())
+        raise
     finally:
         await _cancel(working)
         await _cancel(leaving)

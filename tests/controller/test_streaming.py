@@ -77,6 +77,26 @@ async def test_work_is_cancelled_when_the_client_leaves():
     assert cancelled.is_set()
 
 
+@pytest.mark.parametrize("ends", ["before", "after"])
+async def test_a_result_that_comes_as_the_caller_is_cancelled_is_discarded(ends):
+    discarded = []
+
+    async def discard(result):
+        discarded.append(result)
+
+    async def work():
+        if ends == "before":
+            asyncio.get_running_loop().call_soon(waiting.cancel)
+        else:
+            asyncio.current_task().add_done_callback(lambda _: waiting.cancel())
+        return "a stream"
+
+    waiting = asyncio.create_task(unless_gone(Client().receive, work(), discard))
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert discarded == ["a stream"]
+
+
 async def test_a_result_and_a_fault_pass_through():
     async def fault():
         raise KeyError("x")
