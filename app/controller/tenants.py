@@ -49,16 +49,18 @@ class Keys:
         """The configured keys; none where nothing is configured.
 
         Raises:
-            ConfigError: a pair or a line is malformed, or the file cannot be read. A key is never quoted.
+            ConfigError: a pair or a line is malformed, the file cannot be read, or two tenants have the same key. A key
+                is never quoted.
         """
         digests: dict[bytes, str] = {}
         for place, pair in enumerate(filter(None, os.environ.get(settings.keys_env, "").split(",")), 1):
             tenant, colon, key = pair.strip().partition(":")
             if not (colon and tenant and key):
                 raise ConfigError(f"{settings.keys_env}: pair {place} is not tenant:key")
-            digests[_digest(key)] = tenant
+            _add(digests, _digest(key), tenant)
         if settings.keys_file is not None:
-            digests |= _read_file(settings.keys_file)
+            for digest, tenant in _read_file(settings.keys_file).items():
+                _add(digests, digest, tenant)
         return cls(digests)
 
     def tenant(self, authorization: str) -> str | None:
@@ -79,6 +81,8 @@ class Admission:
     tenant: str
     priority: int
     reserved_tokens: int
+    budget: TokenBudget | None
+    """What they were taken from. A budget that took its place meanwhile owes this request nothing."""
     reservation: Reservation
     settled: bool = False
 
@@ -176,7 +180,8 @@ class Tenants:
             ApiError: 429 when the tenant's budget has no room, with the time after which it would.
         """
         tokens = prompt_tokens + output_tokens
-        if budget := self._budgets.get(tenant):
+        budget = self._budgets.get(tenant)
+        if budget is not None:
             wait_s = budget.reserve(tokens, now_s)
             if wait_s > 0:
                 raise ApiError(
@@ -186,7 +191,7 @@ class Tenants:
                     headers={"retry-after": str(math.ceil(wait_s))},
                 )
         reservation = self._shares.reserve(tenant, prompt_tokens, output_tokens, self.share(tenant))
-        return Admission(tenant, reservation.priority, tokens, reservation)
+        return Admission(tenant, reservation.priority, tokens, budget, reservation)
 
     def settle(self, admission: Admission, prompt_tokens: int, output_tokens: int, now_s: float) -> None:
         """Replace what was reserved by what was used; a second call changes nothing."""
@@ -194,8 +199,8 @@ class Tenants:
             return
         admission.settled = True
         self._shares.settle(admission.reservation, prompt_tokens, output_tokens)
-        if budget := self._budgets.get(admission.tenant):
-            budget.settle(admission.reserved_tokens, prompt_tokens + output_tokens, now_s)
+        if admission.budget is not None:
+            admission.budget.settle(admission.reserved_tokens, prompt_tokens + output_tokens, now_s)
 
     def counters(self, only_of: str | None = None) -> dict[str, float]:
         """Weighted tokens that each tenant has been charged, relative to its share."""
@@ -208,7 +213,7 @@ def _digest(key: str) -> bytes:
 
 
 def _read_file(path: Path) -> dict[bytes, str]:
-    digests = {}
+    digests: dict[bytes, str] = {}
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -223,5 +228,11 @@ def _read_file(path: Path) -> dict[bytes, str]:
             raw = b""
         if not tenant or len(raw) != 32:
             raise ConfigError(f"{path}, line {number}: not tenant:<sha256 of the key in hexadecimal>")
-        digests[raw] = tenant.strip()
+        _add(digests, raw, tenant.strip())
     return digests
+
+
+def _add(digests: dict[bytes, str], digest: bytes, tenant: str) -> None:
+    other = digests.setdefault(digest, tenant)
+    if other != tenant:
+        raise ConfigError(f"the tenants {other!r} and {tenant!r} have the same API key")

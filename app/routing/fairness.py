@@ -22,15 +22,15 @@ class Reservation(NamedTuple):
 
     tenant: str
     weighted_tokens: float
+    share: float
     priority: int
 
 
 class _Tenant:
-    __slots__ = ("counter", "in_flight", "share")
+    __slots__ = ("counter", "in_flight")
 
     def __init__(self, counter: float) -> None:
         self.counter = counter
-        self.share = 1.0
         self.in_flight = 0
 
 
@@ -65,14 +65,13 @@ class FairShares:
             state = self._tenants[tenant] = _Tenant(self._lifted())
         elif not state.in_flight:
             state.counter = max(state.counter, self._lifted())
-        state.share = share
         state.in_flight += 1
         self._active[tenant] = state
         priority = int(state.counter // QUANTUM_TOKENS)
         charged = weighted_tokens(prompt_tokens, expected_output_tokens)
         state.counter += charged / share
         self._forget_idle()
-        return Reservation(tenant, charged, priority)
+        return Reservation(tenant, charged, share, priority)
 
     def settle(self, reservation: Reservation, prompt_tokens: int, output_tokens: int) -> None:
         """Replace the expected tokens by the real ones when a request has ended, in whatever way."""
@@ -80,7 +79,8 @@ class FairShares:
         if state is None:
             return
         real = weighted_tokens(prompt_tokens, output_tokens)
-        state.counter = max(0.0, state.counter + (real - reservation.weighted_tokens) / state.share)
+        # By the share that it was charged by, which may be another by now.
+        state.counter = max(0.0, state.counter + (real - reservation.weighted_tokens) / reservation.share)
         state.in_flight = max(0, state.in_flight - 1)
         if not state.in_flight:
             self._active.pop(reservation.tenant, None)

@@ -51,6 +51,37 @@ def test_a_malformed_variable_is_told_and_not_quoted(monkeypatch, text):
     assert "hush" not in str(told.value)
 
 
+def test_every_key_is_compared_in_constant_time_and_none_is_kept(monkeypatch):
+    compared = []
+
+    def compare(known, given):
+        compared.append(known)
+        return known == given
+
+    monkeypatch.setattr("app.controller.tenants.hmac.compare_digest", compare)
+    monkeypatch.setenv("SOME_KEYS", "red:hush, green:sh")
+    keys = Keys.load(AuthSettings(keys_env="SOME_KEYS"))
+    for given in ("Bearer hush", "Bearer sh", "Bearer wrong"):
+        compared.clear()
+        keys.tenant(given)
+        assert compared == [digest("hush"), digest("sh")]
+    assert "hush" not in str(vars(keys))
+
+
+def test_a_key_of_two_tenants_is_refused_and_not_quoted(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_KEYS", "red:hush-hush,blue:hush-hush")
+    with pytest.raises(ConfigError, match="'red' and 'blue' have the same API key") as told:
+        Keys.load(AuthSettings(keys_env="SOME_KEYS"))
+    assert "hush" not in str(told.value)
+    file = tmp_path / "keys"
+    file.write_text(f"red:{digest('hush').hex()}\n")
+    monkeypatch.setenv("SOME_KEYS", "red:hush")
+    assert len(Keys.load(AuthSettings(keys_env="SOME_KEYS", keys_file=file))) == 1
+    monkeypatch.setenv("SOME_KEYS", "blue:hush")
+    with pytest.raises(ConfigError, match="same API key"):
+        Keys.load(AuthSettings(keys_env="SOME_KEYS", keys_file=file))
+
+
 def test_a_file_that_cannot_be_read_is_told(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         Keys.load(AuthSettings(keys_file=tmp_path / "none"))
@@ -122,6 +153,21 @@ def test_new_limits_leave_an_unchanged_budget_as_it_is():
     assert tenants.admit("red", 5, 5, 0.0)
 
 
+def test_what_was_reserved_goes_back_to_the_budget_it_came_from():
+    tenants = Tenants(Keys({}), {"red": TenantLimits(tokens_per_s=1, burst_tokens=100)})
+    first = tenants.admit("red", 50, 50, 0.0)
+    tenants.limit({"red": TenantLimits(tokens_per_s=1, burst_tokens=40)}, 0.0)
+    tenants.admit("red", 20, 20, 0.0)
+    tenants.settle(first, 50, 0, 0.0)
+    with pytest.raises(ApiError):
+        tenants.admit("red", 1, 0, 0.0)
+    tenants.limit({}, 0.0)
+    unlimited = tenants.admit("red", 1000, 0, 0.0)
+    tenants.limit({"red": TenantLimits(tokens_per_s=1, burst_tokens=40)}, 0.0)
+    tenants.settle(unlimited, 1000, 1000, 0.0)
+    assert tenants.admit("red", 20, 20, 0.0)
+
+
 def test_there_are_several_tenants_once_a_second_one_asks_or_has_a_key():
     tenants = Tenants(Keys({}), {})
     for name in ("red", "red", "blue"):
@@ -191,7 +237,8 @@ def test_with_keys_a_tenant_sees_its_own_figures_and_an_admin_all(service, meter
         service.tenants.admit(tenant, 10, 10, 0.0)
         meter.requests[tenant] = {"request_id": tenant, "record": {"tenant": tenant}, "energy": {}}
     meter.by = {
-        group: tuple(Share(name, *(1.0,) * 5) for name in ("red", "blue", None)) for group in ("tenant", "mode")
+        tenant: {"tenant": tuple(Share(name, *(1.0,) * 5) for name in names)}
+        for tenant, names in ((None, ("red", "blue")), ("red", ("red",)))
     }
     client = TestClient(create_app(service, meter), headers={"authorization": f"Bearer {key}"})
     assert set(client.get("/v1/modes").json()["tenants"]) == sees

@@ -60,6 +60,16 @@ def test_a_share_of_two_has_twice_the_tokens() -> None:
     assert counters["double"] * 2 == counters["single"]
 
 
+def test_a_share_that_changes_meanwhile_gives_nothing_back_that_was_not_charged() -> None:
+    shares = FairShares()
+    first = shares.reserve("a", 1000, 0, share=10.0)
+    second = shares.reserve("a", 1000, 0, share=1.0)
+    shares.settle(first, 0, 0)
+    assert shares.counters()["a"] == weighted_tokens(1000, 0)
+    shares.settle(second, 0, 0)
+    assert shares.counters()["a"] == 0
+
+
 def test_tenants_are_bounded() -> None:
     shares = FairShares()
     for number in range(fairness.MAX_IDLE_TENANTS + 500):
