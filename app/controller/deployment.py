@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray.serve")
 _READ_DEVICE_EVERY_S = 2.0
+_READ_DEVICE_WITHIN_S = 5.0
 _ASK_AGAIN_AFTER_S = 1.0
 
 
@@ -95,11 +96,15 @@ class Controller:
                 reading = await self._device.read.remote()
                 self._service.router.device_bytes = (reading.total_bytes, reading.free_bytes)
                 self._service.tell_gauges()
+                reading = await asyncio.wait_for(self._device.read.remote(), _READ_DEVICE_WITHIN_S)
+                self._service.router.device_bytes = (reading.total_bytes, reading.free_bytes)
                 await asyncio.sleep(_READ_DEVICE_EVERY_S)
             except asyncio.CancelledError:
                 raise
             except Exception as error:
-                log.warning("the device cannot be read: %s", error)
+                # What was free some time ago decides nothing: unknown is unknown.
+                self._service.router.device_bytes = (None, None)
+                log.warning("the device cannot be read: %s", error or type(error).__name__)
                 await asyncio.sleep(_ASK_AGAIN_AFTER_S)
 
 

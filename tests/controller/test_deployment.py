@@ -19,6 +19,7 @@ class PlayedDevice:
 
     def __init__(self):
         self.known = asyncio.Event()
+        self.reading = Reading(7, 10)
 
         class Identify:
             async def remote(_):
@@ -27,7 +28,9 @@ class PlayedDevice:
 
         class Read:
             async def remote(_):
-                return Reading(7, 10)
+                if isinstance(self.reading, Exception):
+                    raise self.reading
+                return self.reading or await asyncio.sleep(60)
 
         self.identify, self.read = Identify(), Read()
 
@@ -69,6 +72,21 @@ async def test_what_needs_files_decides_once_they_are_read(start, device):
     await until(lambda: router.live.policy == "static:int8")
     assert router.policies.knowledge.hardware == "box"
     await until(lambda: router.device_bytes == (10, 7))
+
+
+@pytest.mark.parametrize("reading", [ConnectionError("it is gone"), None])
+async def test_memory_of_a_device_that_tells_nothing_more_is_unknown(start, device, monkeypatch, reading):
+    monkeypatch.setattr(deployment, "_READ_DEVICE_WITHIN_S", 0.02)
+    monkeypatch.setattr(deployment, "_ASK_AGAIN_AFTER_S", 0.01)
+    router = start()._service.router
+    device.known.set()
+    await until(lambda: router.device_bytes == (10, 7))
+    assert router.snapshot(0.0).device_free_share() == 0.7
+    device.reading = reading
+    await until(lambda: router.device_bytes == (None, None))
+    assert router.snapshot(0.0).device_free_share() is None
+    device.reading = Reading(3, 10)
+    await until(lambda: router.device_bytes == (10, 3))
 
 
 async def test_a_policy_without_its_file_leaves_cost_and_says_why(start, device):
