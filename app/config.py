@@ -204,13 +204,28 @@ class Settings(_Settings):
         base = self.engine_defaults.model_dump()
         return EngineSettings.model_validate(_merge(base, self.engines.get(name, {})))
 
+    def check_names(self, live: LiveSettings) -> None:
+        """Check that live settings name modes that there are: a misspelt one would silently do nothing.
+
+        Raises:
+            ValueError: a policy's mode is not among the modes, or a mode is unknown.
+        """
+        names = {mode.name for mode in self.resolved_modes}
+        for policy in (live.policy, *live.shadows):
+            if policy.startswith("static:") and policy.removeprefix("static:") not in names:
+                raise ValueError(f"policy {policy!r}: its mode is not among the modes")
+        known = {*names, *CATALOGUE}
+        for setting, modes in (
+            ("accepted_modes", live.routing.accepted_modes),
+            ("reference_mode", {live.routing.reference_mode}),
+        ):
+            if unknown := modes - known:
+                raise ValueError(f"routing.{setting}: there is no mode named {', '.join(sorted(unknown))}")
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         engines = {spec.name for spec in self.engine_specs}
-        names = {mode.name for mode in self.resolved_modes}
-        for policy in (self.live.policy, *self.live.shadows):
-            if policy.startswith("static:") and policy.removeprefix("static:") not in names:
-                raise ValueError(f"policy {policy!r}: its mode is not among the modes")
+        self.check_names(self.live)
         if unknown := set(self.engines) - engines:
             raise ValueError(f"engines: no engine named {', '.join(sorted(unknown))}; there are {', '.join(engines)}")
         for spec in self.engine_specs:

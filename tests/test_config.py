@@ -43,6 +43,8 @@ def test_modes_can_be_composed():
         ({"modes": []}, "modes"),
         ({"modes": ["fp16", "fp16"]}, "named twice"),
         ({"live": {"policy": "static:awq"}}, "policy 'static:awq': its mode is not among"),
+        ({"live": {"routing": {"accepted_modes": ["int-8"]}}}, "accepted_modes: there is no mode named int-8"),
+        ({"live": {"routing": {"reference_mode": "fp61"}}}, "reference_mode: there is no mode named fp61"),
         ({"live": {"routing": {"kv_pressure": 1.5}}}, "live.routing.kv_pressure"),
         ({"energy": {"interval_ms": 1}}, "energy.interval_ms"),
         ({"engines": {"awq": {}}}, "no engine named awq"),

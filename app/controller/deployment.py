@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 
-from app.config import ConfigError, Settings, load_live
+from app.config import Settings, load_live
 from app.controller.accounts import HandleAccounts
 from app.controller.knowledge import Knowledge, read_knowledge
 from app.controller.links import EngineLink
@@ -46,6 +46,8 @@ class Controller:
         self._device = device
         self._model = settings.model.reference
         self._live = settings.live
+        self._refused: str | None = None
+        """Why the last `user_config` was not taken."""
         self._knows_hardware = False
         links = [EngineLink(spec, engines[spec.name]) for spec in settings.engine_specs]
         records = RecordSender(HandlePort(meter))
@@ -75,10 +77,13 @@ class Controller:
         and the present settings stay.
         """
         try:
-            self._live = load_live(self._settings.live, user_config)
-        except ConfigError as error:
-            self._service.refuse_settings(str(error))
+            live = load_live(self._settings.live, user_config)
+            self._settings.check_names(live)
+        except ValueError as error:
+            self._refused = str(error)
+            self._service.refuse_settings(self._refused)
             return
+        self._live, self._refused = live, None
         if self._knows_hardware:
             self._service.change(self._live)
 
@@ -91,10 +96,10 @@ class Controller:
                     knowledge = read_knowledge(self._settings.knowledge, self._model, hardware)
                     self._service.change(knowledge=knowledge)
                     self._service.change(self._live)
+                    if self._refused is not None:
+                        self._service.refuse_settings(self._refused)
                     self._weights.put(*token_costs(knowledge.profile, self._settings.engine_specs))
                     self._knows_hardware = True
-                reading = await self._device.read.remote()
-                self._service.router.device_bytes = (reading.total_bytes, reading.free_bytes)
                 self._service.tell_gauges()
                 reading = await asyncio.wait_for(self._device.read.remote(), _READ_DEVICE_WITHIN_S)
                 self._service.router.device_bytes = (reading.total_bytes, reading.free_bytes)

@@ -116,12 +116,32 @@ async def test_user_config_is_taken_or_refused(start, device):
     await until(lambda: controller._knows_hardware)
     controller.reconfigure({"policy": "rules", "queue_limit": 5})
     assert (service.router.live.policy, service.router.live.queue_limit) == ("rules", 5)
-    for bad in ({"policy": "fastest"}, {"queue_limit": 0}, {"routing": {"kv_pressure": 7}}, {"unknown": 1}):
+    for bad in (
+        {"policy": "fastest"},
+        {"policy": "static:awq"},
+        {"queue_limit": 0},
+        {"routing": {"kv_pressure": 7}},
+        {"routing": {"accepted_modes": ["int-8"]}},
+        {"routing": {"reference_mode": "fp61"}},
+        {"unknown": 1},
+    ):
         controller.reconfigure(bad)
         assert service.settings_error
         assert service.router.live.policy == "rules"
+    controller.reconfigure({"routing": {"accepted_modes": ["int8", "awq"]}})
+    assert service.router.live.routing.accepted_modes == {"int8", "awq"}
     controller.reconfigure({})
     assert (service.router.live.policy, service.settings_error) == ("cost", None)
+
+
+async def test_user_config_that_was_refused_before_the_files_came_is_still_told(start, device):
+    controller = start(live={"policy": "static:fp16"})
+    controller.reconfigure({"queue_limit": 0})
+    device.known.set()
+    await until(lambda: controller._service.router.live.policy == "static:fp16")
+    assert "queue_limit" in controller._service.settings_error
+    controller.reconfigure({"queue_limit": 9})
+    assert (controller._service.router.live.queue_limit, controller._service.settings_error) == (9, None)
 
 
 async def test_user_config_that_comes_before_the_files_is_taken_with_them(start, device):
