@@ -54,11 +54,9 @@ def _wishes(asked: Any) -> Wishes:
     objective, quality = asked("objective"), asked("quality")
     limit_ms = _number(asked("latency-limit-ms"), "latency-limit-ms")
     weight = asked("energy-weight")
-    if objective is None:
-        objective = Objective.LIMIT if limit_ms is not None else Objective.LATENCY
     try:
         return Wishes(
-            objective=Objective(objective),
+            objective=_objective(objective, limit_ms is not None, weight is not None),
             latency_limit_ms=limit_ms,
             energy_weight=None if weight is None else float(weight),
             quality=Quality(quality or Quality.GATED),
@@ -66,6 +64,24 @@ def _wishes(asked: Any) -> Wishes:
     except ValueError as error:
         hint = f"objective is one of {_OBJECTIVES}; quality is gated or exact"
         raise invalid(f"{error} ({hint})", "metadata", "invalid_objective") from None
+
+
+def _objective(named: str | None, limited: bool, weighted: bool) -> Objective:
+    """The objective that is named, or that a latency limit or an energy weight stands for.
+
+    Raises:
+        ValueError: they contradict one another, so that one of them would be without effect.
+    """
+    objective = None if named is None else Objective(named)
+    if limited and objective in (None, Objective.ENERGY):
+        objective = Objective.LIMIT
+    elif weighted and objective is None:
+        objective = Objective.WEIGHTED
+    if limited and objective is not Objective.LIMIT:
+        raise ValueError(f"a latency limit asks for the least energy within it, and not for {named!r}")
+    if weighted and objective is not Objective.WEIGHTED:
+        raise ValueError(f"an energy weight goes with the objective 'weighted', not {str(objective)!r}")
+    return objective or Objective.LATENCY
 
 
 def _number(text: str | None, name: str) -> float | None:

@@ -26,6 +26,31 @@ def test_a_latency_limit_asks_for_the_least_energy_within_it():
 
 
 @pytest.mark.parametrize(
+    ("headers", "objective"),
+    [
+        ({}, Objective.LATENCY),
+        ({"latency-limit-ms": "250"}, Objective.LIMIT),
+        ({"latency-limit-ms": "250", "objective": "energy"}, Objective.LIMIT),
+        ({"latency-limit-ms": "250", "objective": "limit"}, Objective.LIMIT),
+        ({"energy-weight": "0.2"}, Objective.WEIGHTED),
+        ({"energy-weight": "0", "objective": "weighted"}, Objective.WEIGHTED),
+        ({"latency-limit-ms": "250", "objective": "latency"}, None),
+        ({"latency-limit-ms": "250", "objective": "weighted"}, None),
+        ({"energy-weight": "0.2", "objective": "energy"}, None),
+        ({"energy-weight": "0.2", "latency-limit-ms": "250"}, None),
+    ],
+)
+def test_no_wish_is_without_effect(headers, objective):
+    asked = {f"x-modeswitch-{name}": value for name, value in headers.items()}
+    if objective is None:
+        with pytest.raises(ApiError) as refused:
+            read_asked(asked, None)
+        assert (refused.value.status, refused.value.code) == (400, "invalid_objective")
+    else:
+        assert read_asked(asked, None).wishes.objective is objective
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("objective", "speed"),
@@ -47,8 +72,9 @@ def test_nonsense_is_a_clear_error(name, value):
 
 
 def test_metadata_may_bring_numbers_as_numbers():
-    asked = read_asked({}, {"deadline_ms": 500, "latency_limit_ms": 250.5, "energy_weight": 1, "objective": "weighted"})
-    assert (asked.deadline_s, asked.wishes.latency_limit_ms, asked.wishes.energy_weight) == (0.5, 250.5, 1.0)
+    asked = read_asked({}, {"deadline_ms": 500, "latency_limit_ms": 250.5})
+    assert (asked.deadline_s, asked.wishes.latency_limit_ms) == (0.5, 250.5)
+    assert read_asked({}, {"energy_weight": 1, "objective": "weighted"}).wishes.energy_weight == 1.0
 
 
 @pytest.mark.parametrize("name", ["deadline_ms", "latency_limit_ms", "energy_weight"])
