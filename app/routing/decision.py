@@ -42,6 +42,7 @@ class LostBy(StrEnum):
     ENERGY = "energy"
     LATENCY_LIMIT = "latency_limit"
     PREFIX_REUSE = "tie_goes_to_prefix_reuse"
+    ORDER = "tie_goes_to_the_first"
     CONSOLIDATION = "all_work_on_one_engine"
     EXPLORATION = "exploration"
     LATER_RULE = "later_rule"

@@ -233,6 +233,8 @@ def _by_energy(prediction: Prediction, limit_ms: float | None) -> _Ranked:
 
 
 def _lost_by(chosen: _Ranked, runner_up: _Ranked, objective: Objective) -> LostBy:
+    if chosen[1] == runner_up[1] and chosen[0] == runner_up[0]:
+        return LostBy.ORDER
     if objective is Objective.WEIGHTED:
         return LostBy.SCORE
     if runner_up[0] == 2 and chosen[0] < 2:

@@ -132,6 +132,28 @@ def test_what_is_left_of_a_request_is_left_of_each_of_its_sequences(features: Ma
     assert (load.load, load.left_tokens) == (8, 50)
 
 
+def test_a_full_kv_cache_is_waited_for(
+    content: Make, modes: tuple[ModeInfo, ...], features: Make, snapshot: Make
+) -> None:
+    profile = parse_profile(content(interference={}), model="tiny", hardware="box")
+    policy = CostPolicy(modes, RoutingSettings(consolidate_from=9), profile)
+    asked = features(prompt_tokens=200, expected_output_tokens=200)
+
+    def live(kv_use: float, **changes: Any) -> Snapshot:
+        busy = {"in_flight": 2, "pending_output_tokens": 400, "kv_capacity_tokens": 1000, "kv_use": kv_use, **changes}
+        return snapshot(gptq=busy)
+
+    def queue_ms(kv_use: float, **changes: Any) -> float:
+        found = policy.prediction("gptq", asked, live(kv_use, **changes))
+        assert found is not None
+        return found.queue_ms
+
+    assert queue_ms(0.5) == queue_ms(0.95, age_s=60.0) == queue_ms(0.95, kv_capacity_tokens=None) == 0
+    assert 0 < queue_ms(0.7) < queue_ms(0.95)
+    assert chosen(policy.decide(asked, live(0.5))).engine == "gptq"
+    assert chosen(policy.decide(asked, live(1.0))).engine == "int8"
+
+
 def test_a_stale_report_of_load_is_not_believed(decide: Decide, features: Make, snapshot: Make) -> None:
     report = {"running": 8, "waiting": 200, "max_running": 8}
     assert decide(features(), snapshot(gptq={**report, "age_s": 0.1})).engine != "gptq"
@@ -239,6 +261,14 @@ def test_on_a_shared_engine_a_tie_goes_to_prefix_reuse(decide: Decide, features:
     assert made.mode == "prefix_caching"
     assert made.runner_up == "fp16"
     assert made.lost_by is LostBy.PREFIX_REUSE
+
+
+@pytest.mark.parametrize("objective", [Objective.LATENCY, Objective.ENERGY, Objective.WEIGHTED])
+def test_what_is_equal_is_said_to_be(decide: Decide, features: Make, snapshot: Make, objective: Objective) -> None:
+    asked = features(prompt_tokens=2000, expected_output_tokens=1, wishes=Wishes(objective=objective))
+    made = decide(asked, snapshot())
+    assert (made.mode, made.runner_up) == ("int8", "int8_continuous_batching")
+    assert made.lost_by is LostBy.ORDER
 
 
 def test_without_a_profile_the_rules_decide(modes: tuple[ModeInfo, ...], features: Make, snapshot: Make) -> None:
