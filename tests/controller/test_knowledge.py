@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from app.config import KnowledgeSettings
+from app.config import KnowledgeSettings, load_settings
 from app.controller import knowledge
 from app.controller.knowledge import read_knowledge
+from app.routing.profile import parse_profile
 from tests.routing.conftest import profile_content
 
 
@@ -65,6 +66,35 @@ def test_of_the_shipped_ones_the_one_that_fits_is_taken(shipped):
     assert "'other'" in read().refused[0]
     (shipped / "b.json").write_text(json.dumps(profile_content()))
     assert (read().profile.version, read().refused) == ("p1", ())
+
+
+@pytest.mark.parametrize("file", knowledge._shipped(), ids=lambda file: file.stem)
+def test_a_shipped_profile_is_complete(file):
+    """For every mode of the CPU preset costs, and for every lossy one its quality with what it rests on."""
+    content = json.loads(file.read_text())
+    profile = parse_profile(content, model="embedded", hardware=content["hardware"])
+    settings = load_settings({"preset": "cpu"})
+    modes = {mode.name: mode for mode in settings.resolved_modes}
+    engines = {spec.name for spec in settings.engine_specs}
+    assert profile.modes.keys() == modes.keys()
+    for mode in profile.modes.values():
+        assert mode.prefill_j
+        assert mode.decode_j_per_token
+        assert mode.peak_memory_bytes
+        assert len(mode.step_ms) > 1
+    assert {name: set(others) for name, others in profile.interference.items()} == {
+        engine: engines - {engine} for engine in engines
+    }
+    assert {evidence.mode for evidence in profile.quality} == {
+        name for name, mode in modes.items() if not mode.lossless
+    }
+    for evidence in profile.quality:
+        assert evidence.samples > 0
+        assert evidence.low <= evidence.delta <= evidence.high
+
+
+def test_a_profile_is_shipped():
+    assert knowledge._shipped()
 
 
 def test_none_is_nothing(shipped):
