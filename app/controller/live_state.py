@@ -16,6 +16,8 @@ _RESIDENCY = {
     EngineState.FAILED: Residency.FAILED,
 }
 _DEFAULT_MAX_RUNNING = 64
+STALE_AFTER_S = 6.0
+"""Engines report every half second while they work and every five when they do not."""
 
 
 def take_snapshot(
@@ -35,8 +37,7 @@ def take_snapshot(
         tripped_modes=tripped_modes,
         device_total_bytes=device[0],
         device_free_bytes=device[1],
-        # Engines report every half second while they work and every five when they do not.
-        stale_after_s=6.0,
+        stale_after_s=STALE_AFTER_S,
         corrections=corrections or {},
         accepted_per_step=accepted_per_step or {},
         mean_prompt_tokens=traffic.prompt_tokens if traffic else 0.0,

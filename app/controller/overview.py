@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import asdict
 from typing import Any
 
 from app.controller.choice import Choice
 from app.controller.errors import ApiError
 from app.controller.links import EngineLink
-from app.controller.live_state import residency
+from app.controller.live_state import STALE_AFTER_S, residency
 from app.controller.service import Service
 from app.modes import CATALOGUE
 
@@ -108,6 +109,7 @@ def _mode(service: Service, name: str, choice: Choice) -> dict[str, Any]:
 
 async def _engine(service: Service, link: EngineLink) -> dict[str, Any]:
     status = await link.read_status()
+    age_s = time.monotonic() - link.heard_s
     return {
         **(asdict(status) if status else {}),
         "name": link.name,
@@ -115,4 +117,7 @@ async def _engine(service: Service, link: EngineLink) -> dict[str, Any]:
         "residency": residency(status).value,
         "modes": [mode.name for mode in link.spec.modes],
         "in_flight": len(link.in_flight),
+        "reported_s_ago": round(age_s, 1),
+        # What routing does not count on any more, whether or not the engine answered just now.
+        "report_is_stale": age_s > STALE_AFTER_S,
     }

@@ -198,6 +198,14 @@ def test_an_engine_out_of_reach_is_not_resident(client, service, engines):
     assert {engine["name"]: engine["residency"] for engine in overview["engines"]}["int8"] == "failed"
 
 
+def test_an_engine_that_reports_no_more_is_said_to_be_stale(client, service):
+    service.links[1].heard_s -= 100.0
+    shown = {engine["name"]: engine for engine in client.get("/v1/modes").json()["engines"]}
+    assert shown["int8"]["report_is_stale"]
+    assert shown["int8"]["reported_s_ago"] >= 100.0
+    assert not shown["fp16"]["report_is_stale"]
+
+
 def test_ready_as_soon_as_one_engine_is(client, service):
     assert client.get("/health").status_code == 200
     assert client.get("/health/ready").status_code == 200
