@@ -33,6 +33,8 @@ from app.telemetry import Telemetry
 from app.wire import Call, Endpoint, Reply, Started, Usage
 
 log = logging.getLogger("ray.serve")
+_COMES_BACK_S = 5
+"""To a client whose request was lost with every engine that could serve it."""
 _ENDED = {ENGINE_LOST: "failed", "deadline_exceeded": "deadline"}
 """How a request ended by the code of its error; `refused` where it was never begun."""
 
@@ -364,7 +366,8 @@ class Service:
     def _refusal(self, refusal: Refusal, plan: Plan, mode: str | None, lost: EngineLost | None) -> ApiError:
         wait_s = retry_after_s(refusal, self._engine_of, plan.snapshot)
         if lost is not None:
-            return ApiError(503, f"the engine was lost: {lost}", code=ENGINE_LOST, headers={"retry-after": "5"})
+            after_s = str(_COMES_BACK_S if wait_s is None else wait_s)
+            return ApiError(503, f"the engine was lost: {lost}", code=ENGINE_LOST, headers={"retry-after": after_s})
         message = f"{refusal.reason} {self.table.states(mode)}."
         if wait_s is None:
             # Waiting changes nothing; asking otherwise would.

@@ -237,6 +237,17 @@ def test_a_full_queue_sends_to_the_next_best_and_then_refuses_with_the_time_to_w
     chat(status=503, model="smollm2-135m-instruct:int8")
 
 
+def test_a_request_that_was_lost_comes_again_when_the_other_queues_have_drained(chat, service, engines):
+    service.change(load_live(service.router.live, {"queue_limit": 1}))
+    for link in service.links[1:]:
+        link.in_flight.send("filler", 10, 1000)
+    engines["fp16"].answer = EngineLost("it died")
+    answer = chat(status=503)
+    assert answer.json()["error"]["code"] == "engine_lost"
+    # 1000 tokens at the 50 ms a step that are assumed of an engine which has not told its own.
+    assert answer.headers["retry-after"] == "50"
+
+
 def test_a_mode_that_fails_repeatedly_is_taken_out_and_shown(chat, client, service, engines):
     engines["gptq"].answer = EngineLost("it died")
     for _ in range(2 * FAILURES_TO_OPEN):
