@@ -18,8 +18,6 @@ UNKNOWN_OUTPUT_TOKENS = 128
 MIN_SAMPLES = 3
 HALF_LIFE_S = 3600.0
 MAX_EFFECTIVE_SAMPLES = 200.0
-_HALF_OCTAVES = 40
-"""Histogram bins, two per doubling: up to 2**20 tokens."""
 
 
 class OutputSource(StrEnum):
@@ -37,14 +35,13 @@ _Kind = tuple[object, ...]
 
 
 class _Lengths:
-    """Mean and distribution of output lengths, old samples fading by age and by number."""
+    """Mean of output lengths, old samples fading by age and by number."""
 
-    __slots__ = ("bins", "last_s", "mean", "weight")
+    __slots__ = ("last_s", "mean", "weight")
 
     def __init__(self, now_s: float) -> None:
         self.weight = 0.0
         self.mean = 0.0
-        self.bins = [0.0] * _HALF_OCTAVES
         self.last_s = now_s
 
     def add(self, tokens: int, now_s: float) -> None:
@@ -52,32 +49,9 @@ class _Lengths:
         aged = self.weight * 0.5 ** (max(0.0, now_s - self.last_s) / HALF_LIFE_S)
         # What is known never fades to nothing: an old mean is better than max_tokens.
         kept = min(max(aged, min(self.weight, MIN_SAMPLES)), MAX_EFFECTIVE_SAMPLES - 1)
-        keep = kept / self.weight if self.weight else 0.0
         self.weight = kept + 1.0
         self.mean += (tokens - self.mean) / self.weight
-        self.bins = [mass * keep for mass in self.bins]
-        self.bins[_bin(tokens)] += 1.0
         self.last_s = max(self.last_s, now_s)
-
-    def quantile(self, share: float) -> int:
-        wanted = share * sum(self.bins)
-        total = 0.0
-        for number, mass in enumerate(self.bins):
-            total += mass
-            if total >= wanted and mass:
-                return _bin_top(number)
-        return _bin_top(_HALF_OCTAVES - 1)
-
-
-def _bin(tokens: int) -> int:
-    doublings = max(1, tokens).bit_length() - 1
-    upper_half = tokens * 2 >= 3 << doublings
-    return min(_HALF_OCTAVES - 1, 2 * doublings + int(upper_half))
-
-
-def _bin_top(number: int) -> int:
-    doublings, upper_half = divmod(number, 2)
-    return (2 << doublings) - 1 if upper_half else max(1, (3 << doublings) // 2 - 1)
 
 
 class OutputLengthPredictor:
@@ -109,16 +83,6 @@ class OutputLengthPredictor:
         if max_tokens is not None:
             return OutputPrediction(max(1, max_tokens), OutputSource.MAX_TOKENS)
         return OutputPrediction(UNKNOWN_OUTPUT_TOKENS, OutputSource.ASSUMED)
-
-    def quantile(self, tag: Tag, shape: Shape, max_tokens: int | None, share: float = 0.9) -> OutputPrediction:
-        """Output tokens that a share of such requests does not exceed (to within half a doubling)."""
-        lengths = self._known(tag, shape, max_tokens)
-        if lengths is None:
-            return self.predict(tag, shape, max_tokens)
-        tokens = lengths.quantile(share)
-        return OutputPrediction(
-            tokens if max_tokens is None else max(1, min(tokens, max_tokens)), OutputSource.PREDICTED
-        )
 
     def _known(self, tag: Tag, shape: Shape, max_tokens: int | None) -> _Lengths | None:
         lengths = None

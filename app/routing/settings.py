@@ -50,7 +50,7 @@ class RoutingSettings(BaseModel):
     """Modes of one engine this close are equal; the one that reuses prefixes is preferred, for later requests."""
 
     exploration_rate: float = Field(default=0.0, ge=0, le=1)
-    """Share of requests that go to an eligible mode drawn at random."""
+    """Share of the requests that `cost` decides by a profile which go to an eligible mode drawn at random."""
 
     @model_validator(mode="after")
     def _ordered(self) -> RoutingSettings:

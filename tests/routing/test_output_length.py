@@ -53,13 +53,3 @@ def test_predictions_are_possible_lengths(seen: list[int], max_tokens: int) -> N
     assert 1 <= tokens <= max_tokens
     assert source is OutputSource.PREDICTED
     assert tokens <= max(1, *seen)
-
-
-@given(st.lists(st.integers(1, 100_000), min_size=10, max_size=150))
-def test_a_quantile_is_right_to_half_a_doubling(seen: list[int]) -> None:
-    predictor = OutputLengthPredictor()
-    for length in seen:
-        predictor.observe(Tag.NONE, Shape.SHORT, None, length, 0.0)
-    high = predictor.quantile(Tag.NONE, Shape.SHORT, None, 0.9).tokens
-    exact = sorted(seen)[-(-9 * len(seen) // 10) - 1]
-    assert exact <= high <= 1.5 * exact + 1
