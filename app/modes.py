@@ -206,6 +206,12 @@ class EngineSpec:
     def prefix_caching(self) -> bool:
         return any(mode.prefix_reuse for mode in self.modes)
 
+    def exact_delta(self, draft: str | None) -> dict[str, Any]:
+        """`delta` with the speculator that the configuration names, where this engine has one."""
+        if not self.draft_model:
+            return dict(self.delta)
+        return {**self.delta, "speculative_config": {"model": draft, "num_speculative_tokens": 5}}
+
 
 def group_into_engines(modes: Iterable[Mode], platform: Platform, share: bool = True) -> tuple[EngineSpec, ...]:
     """Group modes with equal engine settings on one engine, named after its first mode.

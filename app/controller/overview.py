@@ -99,7 +99,7 @@ def _mode(service: Service, name: str, choice: Choice) -> dict[str, Any]:
         "weights": link.spec.weights,
         "prefix_reuse": mode.prefix_reuse,
         "lossless": mode.lossless,
-        "engine_delta": dict(link.spec.delta),
+        "engine_delta": link.spec.exact_delta(service.settings.model.draft),
         "alias_of": mode.alias_of,
         "alias_reason": mode.alias_reason,
         "breaker": breaker.value,

@@ -50,9 +50,7 @@ def vllm_args(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
     if engine.gpu_memory_utilization is not None:
         args["gpu_memory_utilization"] = engine.gpu_memory_utilization
     args |= settings.engine_defaults.engine_args
-    args |= spec.delta | {"enable_prefix_caching": spec.prefix_caching}
-    if spec.draft_model:
-        args["speculative_config"] = {"model": settings.model.draft, "num_speculative_tokens": 5}
+    args |= spec.exact_delta(settings.model.draft) | {"enable_prefix_caching": spec.prefix_caching}
     args |= settings.engines.get(spec.name, {}).get("engine_args", {})
     return {key: value for key, value in args.items() if value is not None}
 

@@ -5,8 +5,10 @@ import json
 import pytest
 from starlette.testclient import TestClient
 
+from app.config import load_settings
 from app.controller.links import EngineLost
 from app.controller.routes import create_app
+from app.modes import NGRAM_SPECULATION
 from app.wire import EngineState, EngineStatus, Reply
 
 CHAT = "/v1/chat/completions"
@@ -188,6 +190,19 @@ def test_modes_show_engine_state_and_memory(client, service):
     assert overview["engines"][0]["resident_bytes"] == 5
     assert overview["engines"][0]["residency"] == "resident"
     assert "awq" in {mode["id"] for mode in overview["not_served"]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [load_settings({"preset": "cpu", "modes": ["fp16", "speculative", "speculative_draft"], "model": {"draft": "d"}})],
+)
+def test_a_mode_shows_its_exact_difference(client, settings):
+    shown = {mode["id"]: mode["engine_delta"] for mode in client.get("/v1/modes").json()["data"]}
+    assert shown == {
+        "fp16": {},
+        "speculative": NGRAM_SPECULATION,
+        "speculative_draft": {"speculative_config": {"model": "d", "num_speculative_tokens": 5}},
+    }
 
 
 def test_an_engine_out_of_reach_is_not_resident(client, service, engines):
