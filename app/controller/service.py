@@ -143,7 +143,7 @@ class Service:
             async with asyncio.timeout_at(deadline_s):
                 ticket.prompt = await self._prompts.read(incoming.endpoint, incoming.body)
                 self._refuse_overlong(ticket)
-                max_tokens = max_tokens_of(incoming.body)
+                max_tokens = max_tokens_of(incoming.endpoint, incoming.body)
                 expected_tokens = self.router.expected_output_tokens(ticket.prompt, max_tokens, asked.label)
                 ticket.admission = self.tenants.admit(
                     ticket.tenant, ticket.prompt.tokens, expected_tokens, ticket.arrived_s

@@ -10,9 +10,12 @@ from typing import Any
 
 from app.controller.errors import invalid
 from app.routing.features import Objective, Quality, Wishes
+from app.wire import Endpoint
 
 _MOST = 10**9
 """Larger counts are taken for this, since arithmetic with them ends somewhere."""
+_COMPLETION_TOKENS = 16
+"""OpenAI's limit for a completion that sets none."""
 _NUMBERS = frozenset({"deadline-ms", "latency-limit-ms", "energy-weight"})
 _OBJECTIVES = ", ".join(objective.value for objective in Objective)
 
@@ -96,8 +99,11 @@ def _number(text: str | None, name: str) -> float | None:
     return value
 
 
-def max_tokens_of(body: Mapping[str, Any]) -> int | None:
-    """The request's own limit of output tokens of each of its choices; None where it sets none."""
+def max_tokens_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int | None:
+    """The limit of output tokens of each of a request's choices; None for a chat that sets none."""
+    if endpoint is Endpoint.COMPLETION:
+        given = body.get("max_tokens")
+        return _COMPLETION_TOKENS if given is None else _count(given)
     for name in ("max_completion_tokens", "max_tokens"):
         if (limit := _count(body.get(name))) is not None:
             return limit

@@ -5,6 +5,7 @@ import pytest
 from app.controller.errors import ApiError
 from app.controller.wishes import choices_of, max_tokens_of, read_asked
 from app.routing.features import Objective, Quality
+from app.wire import Endpoint
 
 
 def test_nothing_is_asked_for_by_default():
@@ -104,7 +105,20 @@ def test_metadata_of_other_shapes_is_ignored(metadata):
     ],
 )
 def test_the_limit_of_output_tokens_is_that_of_each_choice(body, limit):
-    assert max_tokens_of(body) == limit
+    assert max_tokens_of(Endpoint.CHAT, body) == limit
+
+
+@pytest.mark.parametrize(
+    ("body", "limit"),
+    [
+        ({}, 16),
+        ({"max_tokens": None}, 16),
+        ({"max_tokens": 5, "max_completion_tokens": 7}, 5),
+        ({"max_tokens": -1}, None),
+    ],
+)
+def test_a_completion_is_short_unless_it_says_otherwise(body, limit):
+    assert max_tokens_of(Endpoint.COMPLETION, body) == limit
 
 
 @pytest.mark.parametrize(("n", "choices"), [(None, 1), (3, 3), ("many", 1), (0, 1), (True, 1), (10**400, 10**9)])
