@@ -58,9 +58,13 @@ FAST_PATH = {
 console = Console()
 
 
-def main(config: Annotated[Path, typer.Argument(help="A Serve config file.")] = Path("serve_config.yaml")) -> None:
+def main(
+    config: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Serve config file.")] = Path(
+        "serve_config.yaml"
+    ),
+) -> None:
     """Serve until interrupted."""
-    http = yaml.safe_load(config.read_text()).get("http_options", {})
+    http = yaml.safe_load(config.read_text()).get("http_options") or {}
     host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
     url = f"http://{host}:{port}"
     if _in_use(host, port):
@@ -135,9 +139,10 @@ def _follow(url: str, process: subprocess.Popen[bytes]) -> None:
             seen = states
             if first_s is None and "ready" in states.values():
                 first_s = passed_s
-                _announce(url)
+                _announce(url, keyed="error" in overview)
             if all(state in ("ready", "failed") for state in states.values()):
-                console.print(_table(overview))
+                if "data" in overview:
+                    console.print(_table(overview))
                 failed = [name for name, state in states.items() if state == "failed"]
                 print(json.dumps({"first_engine_s": first_s, "all_engines_s": passed_s, "failed": failed}), flush=True)
                 return
@@ -145,7 +150,7 @@ def _follow(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def _get(url: str) -> dict[str, Any]:
-    """A JSON object; an empty one while the application is not up, or wants a key."""
+    """A JSON object: an empty one while the application is not up, one with `error` where it wants a key."""
     try:
         found = requests.get(url, timeout=10).json()
     except (requests.RequestException, ValueError):
@@ -162,10 +167,11 @@ def _about(name: str, state: str, overview: dict[str, Any]) -> str:
     return f": {reasons[0]}" if any(reasons) else ""
 
 
-def _announce(url: str) -> None:
-    console.print(f"\nserving at [bold]{url}[/bold]; try:\n")
+def _announce(url: str, keyed: bool) -> None:
+    console.print(f"\nserving at [bold]{url}[/bold]; try{' (with one of your keys in KEY)' if keyed else ''}:\n")
+    key = '-H "Authorization: Bearer $KEY" ' if keyed else ""
     console.print(
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '"
+        f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '"
         '{"model": "auto", "messages": [{"role": "user", "content": "What is the capital of France?"}], '
         '"max_tokens": 32, "temperature": 0}\'\n',
         soft_wrap=True,

@@ -1,5 +1,6 @@
 """What the launcher says, and that it leaves nothing behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import typer
 import yaml
+from typer.testing import CliRunner
 
 from app import launch
 
@@ -54,7 +56,9 @@ def test_a_port_in_use_is_one_clear_line(tmp_path, capsys):
     assert f"http://127.0.0.1:{port} is in use" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_an_impatient_second_interrupt_leaves_nothing_behind(tmp_path):
+@pytest.fixture
+def launched(tmp_path):
+    """The launcher over a `serve` that does not listen to Ctrl-C, and the process of that."""
     serve = tmp_path / "serve"
     serve.write_text(STUBBORN.format(python=sys.executable))
     serve.chmod(0o755)
@@ -66,19 +70,37 @@ def test_an_impatient_second_interrupt_leaves_nothing_behind(tmp_path):
         assert launcher.stdout is not None
         up, pid = launcher.stdout.readline().split()
         assert up == "up"
-        launcher.send_signal(signal.SIGINT)
-        assert launcher.stdout.readline().strip() == "stopping"
-        launcher.send_signal(signal.SIGINT)
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(20) == 0
-    assert not psutil.pid_exists(int(pid))
+        served = psutil.Process(int(pid))
+        yield launcher, served
+        for process in (launcher, served):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def test_an_impatient_second_interrupt_leaves_nothing_behind(launched):
+    launcher, served = launched
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stdout.readline().strip() == "stopping"
+    launcher.send_signal(signal.SIGINT)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(20) == 0
+    assert not served.is_running()
+
+
+def test_a_killed_launcher_takes_serve_with_it(launched):
+    launcher, served = launched
+    launcher.kill()
+    _, alive = psutil.wait_procs([served], timeout=20)
+    # Where nobody waits for orphans, what is left of it is a zombie.
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
 class Application:
     """Answers as the application does while its engines come up, one answer of `rounds` after another."""
 
-    def __init__(self, rounds):
+    def __init__(self, rounds, keyed=False):
         self.rounds = list(rounds)
+        self.keyed = keyed
         self.asked = []
         played = self
 
@@ -99,10 +121,11 @@ class Application:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    @staticmethod
-    def answer(path, states):
+    def answer(self, path, states):
         if path == "/health/ready":
             return {"engines": states}
+        if self.keyed:
+            return {"error": {"message": "an API key is needed", "code": "invalid_api_key"}}
         engines = [
             {"name": name, "state": state, "reason": "too [little] memory" if state == "failed" else None}
             for name, state in states.items()
@@ -132,3 +155,22 @@ def test_modes_are_named_as_they_become_ready_and_the_times_can_be_recorded(monk
     # The engines are asked when there is news, and not each time.
     assert application.asked.count("/v1/modes") == 3
     assert any("curl" in line for line in lines)
+
+
+def test_where_keys_are_on_the_line_to_try_has_a_place_for_one(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "_LOOK_EVERY_S", 0.01)
+    application = Application([{"fp16": "ready"}], keyed=True)
+    launch._follow(application.url, SimpleNamespace(poll=lambda: None))
+    application.server.shutdown()
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.startswith("curl"))
+    assert '-H "Authorization: Bearer $KEY"' in line
+    assert not any("started in" in line for line in lines)
+
+
+def test_a_config_file_that_is_not_there_is_one_clear_line():
+    command = typer.Typer()
+    command.command()(launch.main)
+    result = CliRunner().invoke(command, ["no/such/config.yaml"])
+    assert result.exit_code == 2
+    assert "does not exist" in result.output.replace("\n", " ")
