@@ -28,7 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from app import haproxy
+from app.config import ConfigError, load_settings
 
+_APPLICATION = "app.main:build"
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _STOP_WITHIN_S = 40.0
@@ -64,7 +66,11 @@ def main(
     ),
 ) -> None:
     """Serve until interrupted."""
-    http = yaml.safe_load(config.read_text()).get("http_options") or {}
+    content = yaml.safe_load(config.read_text()) or {}
+    if why := _refusal(content):
+        console.print(why, style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+    http = content.get("http_options") or {}
     host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
     url = f"http://{host}:{port}"
     if _in_use(host, port):
@@ -89,6 +95,24 @@ def main(
     finally:
         _stop(process)
     raise typer.Exit(code)
+
+
+def _refusal(content: dict[str, Any]) -> str | None:
+    """Why the application cannot be built, with or without a GPU; Serve would keep running without it."""
+    for application in content.get("applications", ()):
+        if application.get("import_path") == _APPLICATION:
+            refusals = [_refusal_of(application.get("args") or {}, has_gpu) for has_gpu in (True, False)]
+            if all(refusals):
+                return refusals[0]
+    return None
+
+
+def _refusal_of(args: dict[str, Any], has_gpu: bool) -> str | None:
+    try:
+        load_settings(args, has_gpu)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _in_use(host: str, port: int) -> bool:

@@ -21,6 +21,13 @@ def test_the_cpu_preset_starts_four_engines_with_the_modes_they_share():
     }
 
 
+def test_modes_may_each_have_a_deployment_of_their_own():
+    specs = load_settings({"preset": "cpu", "share_engines": False}).engine_specs
+    assert [spec.name for spec in specs] == [mode.name for spec in specs for mode in spec.modes]
+    assert len(specs) == 7
+    assert {spec.name for spec in specs if spec.prefix_caching} == {"prefix_caching", "gptq_prefix_caching"}
+
+
 def test_engine_settings_merge_key_by_key():
     settings = load_settings({"engines": {"int8": {"engine_args": {"max_num_seqs": 8}, "num_cpus": 0.5}}})
     int8, fp16 = settings.engine_settings("int8"), settings.engine_settings("fp16")

@@ -41,9 +41,9 @@ except typer.Exit as ended:
 """
 
 
-def write_config(folder, port):
+def write_config(folder, port, **more):
     config = folder / "config.yaml"
-    config.write_text(yaml.safe_dump({"http_options": {"host": "127.0.0.1", "port": port}}))
+    config.write_text(yaml.safe_dump({"http_options": {"host": "127.0.0.1", "port": port}, **more}))
     return config
 
 
@@ -54,6 +54,30 @@ def test_a_port_in_use_is_one_clear_line(tmp_path, capsys):
             launch.main(write_config(tmp_path, port))
     assert ended.value.exit_code == 1
     assert f"http://127.0.0.1:{port} is in use" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"moodes": ["fp16"]}, "moodes"),
+        ({"modes": ["fp32"]}, "'fp32' is unknown"),
+        ({"engine_defaults": {"gpu_memory_utilization": 0.6}}, "sum (at most 1)"),
+        ({"preset": "a100-40gb", "engine_defaults": {"num_gpus": 0.6}}, "sum (at most 1)"),
+    ],
+)
+def test_settings_that_cannot_be_served_are_refused_before_anything_starts(tmp_path, capsys, monkeypatch, args, said):
+    monkeypatch.setattr(launch.subprocess, "Popen", None)
+    applications = [{"name": "modeswitch", "import_path": "app.main:build", "args": args}]
+    with pytest.raises(typer.Exit) as ended:
+        launch.main(write_config(tmp_path, 1, applications=applications))
+    assert ended.value.exit_code == 1
+    assert said in capsys.readouterr().out
+
+
+def test_what_only_one_kind_of_device_serves_is_not_refused():
+    served = {"preset": "auto", "engines": {"speculative": {"num_cpus": 0.5}}}
+    assert launch._refusal({"applications": [{"import_path": "app.main:build", "args": served}]}) is None
+    assert launch._refusal({"applications": [{"import_path": "another:app"}]}) is None
 
 
 @pytest.fixture
