@@ -30,6 +30,7 @@ log = logging.getLogger("ray.serve")
 _READ_DEVICE_EVERY_S = 2.0
 _READ_DEVICE_WITHIN_S = 5.0
 _ASK_AGAIN_AFTER_S = 1.0
+_LOOK_FOR_TOKENIZER_EVERY_S = 10.0
 
 
 class Controller:
@@ -57,7 +58,7 @@ class Controller:
             # Until the files are read, a policy that is made from them cannot decide.
             settings.model_copy(update={"live": settings.live.model_copy(update={"policy": "cost", "shadows": ()})}),
             links,
-            _token_counter(settings),
+            None,
             Tenants(Keys.load(settings.auth), settings.live.tenants, settings.auth.admins),
             records,
             RayTelemetry(CONTROLLER_METRICS),
@@ -65,7 +66,8 @@ class Controller:
         )
         loop = asyncio.get_running_loop()
         self._running = [loop.create_task(link.follow()) for link in links]
-        self._running += [loop.create_task(each) for each in (records.run(), self._weights.run(), self._watch_device())]
+        others = (records.run(), self._weights.run(), self._watch_device(), self._read_tokenizer())
+        self._running += [loop.create_task(each) for each in others]
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return create_app(self._service, self._accounts)
@@ -86,6 +88,19 @@ class Controller:
         self._live, self._refused = live, None
         if self._knows_hardware:
             self._service.change(self._live)
+
+    async def _read_tokenizer(self) -> None:
+        """Count tokens as soon as the model's files are there; until then they are estimated, and requests served."""
+        told = ""
+        while True:
+            try:
+                self._service.count_with(await asyncio.to_thread(_token_counter, self._settings))
+                return
+            except Exception as error:
+                if (why := str(error)) != told:
+                    log.warning("prompt tokens are estimated until the tokenizer can be read: %s", why)
+                told = why
+                await asyncio.sleep(_LOOK_FOR_TOKENIZER_EVERY_S)
 
     async def _watch_device(self) -> None:
         """Learn what the hardware is, read the files that fit it, then follow the device's memory."""
@@ -113,14 +128,14 @@ class Controller:
                 await asyncio.sleep(_ASK_AGAIN_AFTER_S)
 
 
-def _token_counter(settings: Settings) -> TokenCounter | None:
-    """The model's tokenizer; without one the engines still count, and requests are served."""
-    try:
-        folder = store.resolve(settings.model.reference, "fp16", settings.model.checkpoints, settings.home)
-        return TokenCounter(tokenizer_folder(folder), settings.model.frontend)
-    except Exception as error:
-        log.warning("prompt tokens cannot be counted before generation: %s", error)
-        return None
+def _token_counter(settings: Settings) -> TokenCounter:
+    """The model's tokenizer.
+
+    Raises:
+        Exception: the model was not prepared, cannot be downloaded, or its tokenizer is of a kind that is not known.
+    """
+    folder = store.resolve(settings.model.reference, "fp16", settings.model.checkpoints, settings.home)
+    return TokenCounter(tokenizer_folder(folder), settings.model.frontend)
 
 
 def tokenizer_folder(reference: str) -> Path:

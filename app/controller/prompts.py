@@ -69,7 +69,7 @@ class Prompt:
 
 
 class PromptReader:
-    """Reads prompts with the model's tokenizer; without one, or above a size, tokens are estimated.
+    """Reads prompts with the model's tokenizer; while there is none, or above a size, tokens are estimated.
 
     Args:
         exact_below_chars: the largest prompt that is tokenised; a larger one is estimated, and its estimate corrected
@@ -78,7 +78,7 @@ class PromptReader:
     """
 
     def __init__(self, tokenizer: Tokenizes | None, exact_below_chars: int, max_model_len: int) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._exact_below_chars = exact_below_chars
         self._max_model_len = max_model_len
         self._estimator = TokenEstimator()
@@ -103,9 +103,9 @@ class PromptReader:
     async def _read_chat(self, body: Mapping[str, Any]) -> Prompt:
         messages = body["messages"]
         text, known = _text_of(messages), False
-        if self._tokenizer is not None:
+        if self.tokenizer is not None:
             with contextlib.suppress(Uncountable):
-                text, known = self._tokenizer.render(body), True
+                text, known = self.tokenizer.render(body), True
         tokens, exact = await self._count(text, body) if known else (self._estimator.estimate(text), False)
         users = [message for message in messages if message["role"] == "user"]
         return Prompt(
@@ -125,17 +125,17 @@ class PromptReader:
         texts = [_text_of(one) for one in prompts_of(body)]
         text = "\n".join(texts)
         counts, exact = [self._estimator.estimate(one) for one in texts], False
-        if self._tokenizer is not None and len(text) < self._exact_below_chars:
+        if self.tokenizer is not None and len(text) < self._exact_below_chars:
             with contextlib.suppress(Uncountable):
-                counts, exact = await self._in_time(len(text), self._tokenizer.count, body), True
+                counts, exact = await self._in_time(len(text), self.tokenizer.count, body), True
         if exact and isinstance(prompt, str):
             self._estimator.observe(text, counts[0])
         return Prompt(text, text, tuple(counts), choices, exact, text_chain(text, salt), None)
 
     async def _count(self, text: str, body: Mapping[str, Any]) -> tuple[int, bool]:
-        if self._tokenizer is None or len(text) >= self._exact_below_chars:
+        if self.tokenizer is None or len(text) >= self._exact_below_chars:
             return self._estimator.estimate(text), False
-        tokens = await self._in_time(len(text), self._tokenizer.count_text, text, body)
+        tokens = await self._in_time(len(text), self.tokenizer.count_text, text, body)
         self._estimator.observe(text, tokens)
         return tokens, True
 

@@ -85,6 +85,10 @@ class Service:
         self._telemetry = telemetry
         self._engine_of = {name: choice.link.name for name, choice in self.table.modes.items()}
 
+    def count_with(self, tokenizer: Tokenizes) -> None:
+        """The model's tokenizer is there."""
+        self._prompts.tokenizer = tokenizer
+
     # Settings ---------------------------------------------------------------------------------------------------
 
     def change(self, live: LiveSettings | None = None, knowledge: Knowledge | None = None) -> None:

@@ -4,12 +4,14 @@ import asyncio
 import json
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from app.config import load_settings
 from app.controller import deployment
 from app.controller.deployment import Controller
 from app.device import Reading
 from app.telemetry import NoTelemetry
+from app.wire import Endpoint
 from tests.controller.conftest import PlayedEngine
 from tests.routing.conftest import profile_content
 
@@ -107,6 +109,25 @@ async def test_the_meter_is_told_what_the_profile_measured(start, device, tmp_pa
     await until(lambda: told)
     ((tokens, watts),) = told
     assert tokens.keys() == watts.keys() == {"fp16", "int8", "gptq", "speculative"}
+
+
+async def test_tokens_are_counted_once_the_model_is_prepared(start, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(deployment, "_LOOK_FOR_TOKENIZER_EVERY_S", 0.01)
+    model = tmp_path / "model"
+    reader = start(model={"reference": str(model)})._service._prompts
+    body = {"prompt": "one two three"}
+    await until(lambda: "holds no model" in caplog.text)
+    assert not (await reader.read(Endpoint.COMPLETION, body)).exact
+    model.mkdir()
+    words = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "config.json").write_text("{}")
+    await until(lambda: reader.tokenizer is not None)
+    prompt = await reader.read(Endpoint.COMPLETION, body)
+    assert (prompt.tokens, prompt.exact) == (3, True)
+    assert caplog.text.count("holds no model") == 1
 
 
 async def test_user_config_is_taken_or_refused(start, device):
