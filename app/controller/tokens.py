@@ -1,8 +1,9 @@
 """Counting prompt tokens as the engine will, with the `tokenizers` library and the model's own chat template.
 
 No torch and no transformers: the controller's process stays small. The rendering follows vLLM's Hugging Face
-renderer (`vllm/renderers/hf.py`) for text: parts are joined by line breaks and tool arguments are parsed. What it would
-render otherwise than here is `Uncountable`, and becomes an estimate.
+renderer (`vllm/renderers/hf.py`) for text: parts are joined by line breaks, tools are written with the fields of its
+classes, and tool arguments are parsed. What it would render otherwise than here is `Uncountable`, and becomes an
+estimate.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class TokenCounter:
         }
         frontend = frontend or {}
         self._default_variables = frontend.get("default_chat_template_kwargs") or {}
+        self._tools_unless_none = bool(frontend.get("exclude_tools_when_tool_choice_none"))
         source = _configured(frontend.get("chat_template")) or _chat_template(folder, config)
         self._template = _environment().from_string(source) if source else None
 
@@ -112,7 +114,9 @@ class TokenCounter:
             "enable_thinking": effort != "none" if effort is not None and "enable_thinking" not in given else None,
         }
         own = {name: value for name, value in own.items() if value is not None}
-        return {"tools": body.get("tools") or None, "documents": None, **self._default_variables, **given, **own}
+        hidden = self._tools_unless_none and body.get("tool_choice") == "none"
+        tools = None if hidden else [_tool(tool) for tool in body.get("tools") or ()]
+        return {"tools": tools or None, "documents": None, **self._default_variables, **given, **own}
 
     def _count_prompt(self, prompt: Any, add_special_tokens: bool) -> int:
         match prompt:
@@ -167,22 +171,35 @@ def _up_to_continued(text: str) -> str:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as vLLM hands it to the template."""
-    if message["role"] == "developer" or message.keys() & {"reasoning", "reasoning_content"}:
+    """A message as vLLM hands it to the template: what it knows of the role, and nothing else."""
+    role, content = message["role"], message.get("content")
+    if role == "developer" or message.keys() & {"reasoning", "reasoning_content"}:
         raise Uncountable("what becomes of it depends on the template")
-    content = message.get("content")
     if isinstance(content, list):
         if any(not isinstance(part, dict) or "text" not in part for part in content):
             raise Uncountable("the message holds more than text")
-        content = "\n".join(part["text"] for part in content)
-    rendered = {**message, "content": content if content is not None else ""}
-    if calls := message.get("tool_calls"):
+        content = "\n".join(part["text"] for part in content if part["text"])
+    rendered = {"role": role, "content": content if content is not None else ""}
+    rendered |= {key: message[key] for key in ("name", "task") if isinstance(message.get(key), str)}
+    if role == "assistant" and (calls := message.get("tool_calls")):
         rendered["tool_calls"] = [_tool_call(call) for call in calls]
+    if role == "tool" and "tool_call_id" in message:
+        rendered["tool_call_id"] = message["tool_call_id"]
     return rendered
 
 
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    if isinstance(arguments := function.get("arguments"), str):
-        function["arguments"] = json.loads(arguments) if arguments else {}
-    return {**call, "function": function}
+    arguments = call["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {**call, "function": {**call["function"], "arguments": arguments if isinstance(arguments, dict) else {}}}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as vLLM's classes write it: their fields in their order, `null` where there is no description."""
+    function, deferred = tool["function"], tool.get("defer_loading")
+    written = {name: function.get(name) for name in ("name", "description", "parameters")}
+    optional = {"strict": function.get("strict"), "defer_loading": function.get("defer_loading", deferred)}
+    written |= {name: value for name, value in optional.items() if value is not None}
+    outer = {"type": "function", "function": written}
+    return outer if deferred is None else {**outer, "defer_loading": deferred}
