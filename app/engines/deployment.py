@@ -149,8 +149,8 @@ class Engine:
                 if forks:
                     fork_server.begin()
                 # In a thread: importing and loading take half a minute, and Serve wants an answer meanwhile.
-                llm: LLM = await asyncio.to_thread(_load_llm, self._spec.name, args, forks)
-                await llm.connect(self._settings.model.frontend, self._activity)
+                llm: LLM = await asyncio.to_thread(_load_llm, args, self._settings.model.frontend, forks)
+                await llm.connect(self._activity)
                 effective = await llm.effective()
             except Exception as error:
                 raise EngineUnavailable(root_cause(error, self._log_path, since_byte)) from error
@@ -380,9 +380,9 @@ class Engine:
             kill_marked(marker, spare=os.getpid())
 
 
-def _load_llm(name: str, args: dict[str, Any], forks: bool) -> LLM:
+def _load_llm(args: dict[str, Any], frontend: dict[str, Any], forks: bool) -> LLM:
     # Imported here: torch and vLLM take seconds, and must find the engine's environment already set.
     module = importlib.import_module("app.engines.llm")
     if forks:
         fork_server.use()
-    return module.LLM.load(name, args)  # type: ignore[no-any-return]
+    return module.LLM.load(args, frontend)  # type: ignore[no-any-return]

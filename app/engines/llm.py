@@ -10,19 +10,22 @@ import asyncio
 import json
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, fields
+from http import HTTPStatus
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.datastructures import State
 from vllm import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, FrontendArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import VLLMClientError
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
+from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -33,9 +36,12 @@ from app.engines.faults import Fault
 from app.wire import Call, Endpoint, Reply
 
 _DONE = "data: [DONE]\n\n"
+_OF_ITS_SERVER = {"sse_keep_alive_interval"}
+"""What vLLM's HTTP server does itself, though it is among the arguments of the front end that any server has."""
 _NEWEST_STEP = 0.1
 """Weight of the newest decode step in the mean step time."""
 Extra = Callable[[], Awaitable[dict[str, Any]]]
+Frontend = Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -100,29 +106,35 @@ def _counting(counters: Counters) -> type[StatLoggerBase]:
 class LLM:
     """A running engine. Build it with `load` in a thread, then `connect` in the event loop that will use it."""
 
-    def __init__(self, engine: AsyncLLM, args: AsyncEngineArgs, name: str, counters: Counters) -> None:
+    def __init__(self, engine: AsyncLLM, args: AsyncEngineArgs, frontend: Frontend, counters: Counters) -> None:
         self._engine = engine
         self._args = args
-        self.name = name
+        self._frontend = frontend
         self._state = State()
         self.counters = counters
 
     @classmethod
-    def load(cls, name: str, engine_args: dict[str, Any]) -> LLM:
+    def load(cls, engine_args: dict[str, Any], frontend: Frontend) -> LLM:
         """Start the engine's processes and load the weights; blocks for as long as that takes.
 
+        `frontend` are fields of vLLM's `BaseFrontendArgs`.
+
         Raises:
+            ValueError: a field of `frontend` that would have no effect.
             Exception: whatever vLLM raises; the root cause is often only in its log.
         """
+        check_frontend(frontend)
         args = AsyncEngineArgs(**engine_args)
         counters = Counters()
         engine = AsyncLLM.from_engine_args(args, stat_loggers=[_counting(counters)])
-        return cls(engine, args, name, counters)
+        return cls(engine, args, frontend, counters)
 
-    async def connect(self, frontend: dict[str, Any], activity: Activity) -> None:
-        """Set up vLLM's OpenAI classes. `frontend` are fields of vLLM's `FrontendArgs`."""
+    async def connect(self, activity: Activity) -> None:
+        """Set up vLLM's OpenAI classes."""
         activity.watch(self._engine.output_processor)
-        namespace = Namespace(**{**vars(FrontendArgs()), **vars(self._args), **frontend})
+        namespace = Namespace(**{**vars(FrontendArgs()), **vars(self._args), **self._frontend})
+        if namespace.tool_parser_plugin:
+            ToolParserManager.import_tool_parser(namespace.tool_parser_plugin)
         tasks = await self._engine.get_supported_tasks()
         await init_app_state(self._engine, self._state, namespace, supported_tasks=tasks)
 
@@ -158,14 +170,13 @@ class LLM:
             return _invalid(error)
         except EngineDeadError:
             raise
-        except (VLLMClientError, ValueError, TypeError, OverflowError, NotImplementedError) as error:
-            return Fault(400, str(error), param=getattr(error, "parameter", None)).reply()
         except Exception as error:
             if self.dead:
                 raise EngineDeadError from error
-            if isinstance(status := getattr(error, "status_code", None), int):
-                return Fault(status, str(error) or type(error).__name__).reply()
-            raise
+            fault = create_error_response(error).error
+            if fault.code == HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise
+            return Fault(fault.code, fault.message or type(error).__name__, fault.param).reply()
         if isinstance(answer, ErrorResponse):
             fault = answer.error
             if self.dead:
@@ -209,10 +220,20 @@ class LLM:
         self._engine.shutdown(timeout=5.0)
 
 
+def check_frontend(frontend: Frontend) -> None:
+    """
+    Raises:
+        ValueError: a field is unknown, or of vLLM's HTTP server, which is not used here: it would be ignored.
+    """
+    known = {field.name for field in fields(BaseFrontendArgs)} - _OF_ITS_SERVER
+    if ignored := frontend.keys() - known:
+        raise ValueError(f"model.frontend: {', '.join(sorted(ignored))} would have no effect")
+
+
 def _invalid(error: ValidationError) -> Reply:
     """The first fault pydantic found, named by its place in the body."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "constrained-")))
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = clean_loc_for_param(first["loc"])
     message = f"{place}: {first['msg']}" if place else str(first["msg"])
     return Fault(400, message, param=place or None).reply()
 

@@ -31,8 +31,8 @@ START = textwrap.dedent("""
     from app.wire import Call, Endpoint
 
     async def main(arguments):
-        llm = await asyncio.to_thread(LLM.load, "tried", arguments)
-        await llm.connect({}, Activity(ActivityRecorder("tried")))
+        llm = await asyncio.to_thread(LLM.load, arguments, {})
+        await llm.connect(Activity(ActivityRecorder("tried")))
         body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12,
                 "temperature": 0, "model": arguments["served_model_name"][0]}
         reply = await llm.respond(Call("1", "1", Endpoint.CHAT, "tried", body))
