@@ -165,6 +165,7 @@ class DeviceSettings(_Settings):
 
     resource: str | None = None
     lease_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """How long one start may hold the device: then it has failed, and the next engine starts."""
 
 
 class Settings(_Settings):

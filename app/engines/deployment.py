@@ -99,17 +99,27 @@ class Engine:
                 self._set(state=EngineState.STARTING, reason=None)
                 begun_s = time.monotonic()
                 await self._tell_device()
-                async with self._busy_with_itself():
-                    await self._load(marker)
+                await self._load_in_time(marker)
                 self._set(state=EngineState.READY, started_in_s=round(time.monotonic() - begun_s, 1))
             log.info("engine %s is ready after %.1f s", self._spec.name, self._status.started_in_s)
             return True
         except Exception as error:
-            kill_marked(marker, spare=os.getpid())
             reason = str(error) or type(error).__name__
             self._set(state=EngineState.FAILED, reason=reason)
             log.error("engine %s did not start: %s", self._spec.name, reason)
             return False
+
+    async def _load_in_time(self, marker: str) -> None:
+        """Load, with nothing left behind when that fails or hangs: the next engine waits for the device."""
+        limit_s = self._settings.device.lease_timeout_s
+        try:
+            async with self._busy_with_itself(), asyncio.timeout(limit_s):
+                await self._load(marker)
+        except Exception as error:
+            kill_marked(marker, spare=os.getpid())
+            if isinstance(error, TimeoutError):
+                raise EngineUnavailable(f"it did not start within {limit_s:g} s (log: {self._log_path})") from None
+            raise
 
     @contextlib.asynccontextmanager
     async def _busy_with_itself(self) -> AsyncIterator[None]:

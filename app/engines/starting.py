@@ -22,10 +22,6 @@ _CAUSE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt
 _NOT_THE_CAUSE = ("Engine core initialization failed", "EngineDeadError", "WorkerProc initialization failed")
 
 
-class EngineStartFailed(RuntimeError):
-    """An engine did not start; the message is the root cause and where its log is."""
-
-
 def vllm_args(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
     """vLLM's `AsyncEngineArgs` for an engine, before the weights are looked up; plain JSON values.
 
