@@ -60,8 +60,9 @@ def main(
     verify_only: Annotated[bool, typer.Option("--verify", help="Check the checksums, and write nothing.")] = False,
 ) -> None:
     """Prepare the checkpoints that the engines load; what is there and whole is kept."""
-    signal.signal(signal.SIGTERM, _exit_on_signal)
-    signal.signal(signal.SIGHUP, _exit_on_signal)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _exit_on_signal)
     console = Console()
     folder = home.expanduser().absolute() if home else store.default_home()
     try:

@@ -137,6 +137,21 @@ def test_a_killed_run_leaves_nothing_taken_for_whole(model: Path, home: Path, nu
     assert run(model, home, "--scheme", "gptq", "--verify")[0] == 0
 
 
+def test_a_run_under_nohup_outlives_its_terminal(model: Path, home: Path) -> None:
+    (home / "slow").touch()
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start(model, home, "--scheme", "int8")
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+    wait_for(lambda: (home / "runs").exists())
+    process.send_signal(signal.SIGHUP)
+    (home / "slow").unlink()
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, output
+    assert store.model_path(str(model), "int8", home)
+
+
 def test_the_embedded_model_is_unpacked_after_a_kill(tmp_path: Path, home: Path) -> None:
     site = tmp_path / "site"
     write_embedded_package(site)
