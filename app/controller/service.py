@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -17,34 +17,26 @@ from app.controller.body import Incoming
 from app.controller.choice import Choice, ModeTable
 from app.controller.errors import ApiError, invalid
 from app.controller.knowledge import Knowledge
-from app.controller.links import Ended, EngineLink, EngineLost, took
+from app.controller.links import Ended, EngineLink, EngineLost
 from app.controller.plan import Plan, Ticket
 from app.controller.policies import UnknownPolicy
 from app.controller.prompts import PromptReader, Tokenizes
 from app.controller.router import Router
+from app.controller.settlement import Settlement, TakesRecords
 from app.controller.tenants import Tenants
 from app.controller.wishes import Asked, max_tokens_of, read_asked
-from app.energy.rows import RequestRecord
 from app.openai_errors import ENGINE_ERROR, ENGINE_LOST
 from app.routing.admission import retry_after_s
 from app.routing.decision import Decision, Refusal
 from app.routing.queue_share import has_its_share
 from app.telemetry import Telemetry
-from app.wire import Call, Endpoint, Reply, Started, Usage
+from app.wire import Call, Endpoint, Reply, Started
 
 log = logging.getLogger("ray.serve")
 _COMES_BACK_S = 5
 """To a client whose request was lost with every engine that could serve it."""
 _ENDED = {ENGINE_LOST: "failed", "deadline_exceeded": "deadline"}
 """How a request ended by the code of its error; `refused` where it was never begun."""
-
-
-class TakesRecords(Protocol):
-    """Where records go: `app.energy.client.RecordSender`."""
-
-    dropped_records: int
-
-    def put(self, record: RequestRecord) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +75,7 @@ class Service:
         self._prompts = PromptReader(tokenizer, settings.controller.exact_below_chars, settings.model.max_model_len)
         self._records = records
         self._telemetry = telemetry
+        self._settlement = Settlement(self.router, self._prompts, tenants, records, telemetry)
         self._engine_of = {name: choice.link.name for name, choice in self.table.modes.items()}
 
     def count_with(self, tokenizer: Tokenizes) -> None:
@@ -126,14 +119,14 @@ class Service:
         try:
             return await self._answer(ticket)
         except ApiError as error:
-            self._give_up(ticket, _ENDED.get(error.code or "", "refused"), error.code)
+            self._settlement.give_up(ticket, _ENDED.get(error.code or "", "refused"), error.code)
             error.headers = {**ticket.headers(), **error.headers}
             raise
         except asyncio.CancelledError:
-            self._give_up(ticket, "aborted")
+            self._settlement.give_up(ticket, "aborted")
             raise
         except Exception:
-            self._give_up(ticket, "failed", "internal_error")
+            self._settlement.give_up(ticket, "failed", "internal_error")
             raise
 
     async def _answer(self, ticket: Ticket) -> Answer:
@@ -205,11 +198,11 @@ class Service:
     def _whole(self, ticket: Ticket, reply: Reply) -> Answer:
         failed = reply.status >= 500
         status = "ok" if reply.status < 400 else "failed" if failed else "refused"
-        self._close(ticket, status, reply.usage, ENGINE_ERROR if failed else None)
+        self._settlement.close(ticket, status, reply.usage, ENGINE_ERROR if failed else None)
         return Answer(ticket.headers(), reply=reply)
 
     def _closes(self, ticket: Ticket) -> Ended:
-        return lambda usage, status, code: self._close(ticket, status, usage, code)
+        return lambda usage, status, code: self._settlement.close(ticket, status, usage, code)
 
     def _plan(self, ticket: Ticket, mode: str | None, asked: Asked, max_tokens: int | None) -> Plan:
         assert ticket.prompt is not None
@@ -288,64 +281,6 @@ class Service:
             request_class=plan.features.request_class.value,
             decision=plan.describe() if "decision" in incoming.include else {},
         )
-
-    def _give_up(self, ticket: Ticket, status: str, code: str | None = None) -> None:
-        """The request ended without an answer: close it, once the engine that has it tells what it took."""
-        if ticket.link is None:
-            self._close(ticket, status, None, code)
-            return
-        given_up = ticket.link.give_up(ticket.key)
-        given_up.add_done_callback(lambda done: self._close(ticket, status, took(done), code))
-
-    def _close(self, ticket: Ticket, status: str, usage: Usage | None, code: str | None = None) -> None:
-        """The request is over: settle what was reserved, learn, measure, record."""
-        prompt, plan = ticket.prompt, ticket.plan
-        decision = plan.outcome if plan is not None and isinstance(plan.outcome, Decision) else None
-        sent = decision is not None and ticket.link is not None
-        if ticket.admission is not None and prompt is not None:
-            if usage is not None:
-                used = (usage.prompt_tokens, usage.output_tokens)
-            else:
-                used = (prompt.tokens, 0) if sent else (0, 0)
-            self.tenants.settle(ticket.admission, *used, time.monotonic())
-        if decision is not None and sent:
-            if status == "ok" and usage is not None and prompt is not None and usage.prompt_tokens:
-                self._prompts.counted(prompt, usage.prompt_tokens)
-            ratio = None
-            if status == "ok":
-                ratio = self.router.succeeded(ticket, usage)
-            elif code == ENGINE_LOST:
-                self.router.failed(decision.mode)
-            else:
-                self.router.ended(decision.mode, ticket.dispatched_s)
-            self._measure(ticket, decision, status, usage, ratio)
-        self._records.put(ticket.record(status, usage, code))
-
-    def _measure(
-        self, ticket: Ticket, decision: Decision, status: str, usage: Usage | None, ratio: float | None
-    ) -> None:
-        observe, mode = self._telemetry.observe, decision.mode
-        self._telemetry.count("modeswitch_requests_total", mode, status)
-        if usage is not None:
-            # Those of a request that was given up cost joules as well.
-            self._telemetry.count("modeswitch_generated_tokens_total", mode, by=float(usage.output_tokens))
-        if usage is None or status != "ok":
-            return
-        assert ticket.dispatched_s is not None
-        observe("modeswitch_request_ms", (time.monotonic() - ticket.arrived_s) * 1e3, mode)
-        observe("modeswitch_prompt_tokens", float(usage.prompt_tokens), mode)
-        observe("modeswitch_output_tokens", float(usage.output_tokens), mode)
-        if usage.queued_ms is not None:
-            observe("modeswitch_queue_ms", usage.queued_ms, mode)
-        if usage.first_token_ms is not None and usage.last_token_ms is not None:
-            before_ms = (ticket.dispatched_s - ticket.arrived_s) * 1e3
-            observe("modeswitch_first_token_ms", before_ms + usage.first_token_ms, mode)
-            assert ticket.prompt is not None
-            if (later_tokens := usage.output_tokens / ticket.prompt.sequences - 1) > 0:
-                token_ms = (usage.last_token_ms - usage.first_token_ms) / later_tokens
-                observe("modeswitch_token_ms", token_ms, mode)
-        if ratio is not None:
-            observe("modeswitch_predicted_ratio", ratio, mode)
 
     def _refuse_overlong(self, ticket: Ticket) -> None:
         prompt, limit = ticket.prompt, self.settings.model.max_model_len
