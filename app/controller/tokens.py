@@ -1,15 +1,16 @@
 """Counting prompt tokens as the engine will, with the `tokenizers` library and the model's own chat template.
 
 No torch and no transformers: the controller's process stays small. The rendering follows vLLM's Hugging Face
-renderer (`vllm/renderers/hf.py`) for text: parts are joined by line breaks, tools are written with the fields of its
-classes, and tool arguments are parsed. What it would render otherwise than here is `Uncountable`, and becomes an
-estimate.
+renderer (`vllm/renderers/hf.py`) for text: parts are joined by line breaks unless the template reads them itself, tools
+are written with the fields of its classes, and tool arguments are parsed. What it would render otherwise than here is
+`Uncountable`, and becomes an estimate.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from tokenizers import Tokenizer
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 """Put behind a message that is to be continued, to find in the rendered text where it ends; as transformers does."""
+
+_READS_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(\.content\b|\[\s*['"]content['"]\s*\])""")
+"""In a chat template, a loop over the parts of a message's content."""
 
 
 class Uncountable(ValueError):
@@ -64,6 +68,8 @@ class TokenCounter:
         self._tools_unless_none = bool(frontend.get("exclude_tools_when_tool_choice_none"))
         source = _configured(frontend.get("chat_template")) or _chat_template(folder, config)
         self._template = _environment().from_string(source) if source else None
+        given = frontend.get("chat_template_content_format", "auto")
+        self._reads_parts = given == "openai" or (given == "auto" and bool(_READS_PARTS.search(source or "")))
 
     def count(self, body: Mapping[str, Any]) -> list[int]:
         """Tokens of each of a completion's prompts.
@@ -92,15 +98,17 @@ class TokenCounter:
         if self._template is None or body.get("chat_template") is not None:
             raise Uncountable("the chat template is not the model's")
         try:
-            messages = [_message(message) for message in body["messages"]]
+            messages = [_message(message, self._reads_parts) for message in body["messages"]]
             variables = {**self._special, **self._variables(body), "messages": messages}
             if not body.get("continue_final_message"):
                 return self._template.render(variables)
             if variables["add_generation_prompt"]:
                 raise Uncountable("a message is either continued or followed by another")
+            if self._reads_parts:
+                raise Uncountable("the message that is continued is in parts")
             messages[-1]["content"] += _CONTINUE
             return _up_to_continued(self._template.render(variables))
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise Uncountable(str(error)) from error
 
     def _variables(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,16 +178,22 @@ def _up_to_continued(text: str) -> str:
     return text[:end] if text.startswith(_CONTINUE, end) else text[:end].rstrip()
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as vLLM hands it to the template: what it knows of the role, and nothing else."""
+def _message(message: Mapping[str, Any], in_parts: bool) -> dict[str, Any]:
+    """A message as vLLM hands it to the template: what it knows of the role, and nothing else.
+
+    `in_parts` is for a template that goes through the parts of a content itself.
+    """
     role, content = message["role"], message.get("content")
     if role == "developer" or message.keys() & {"reasoning", "reasoning_content"}:
         raise Uncountable("what becomes of it depends on the template")
     if isinstance(content, list):
         if any(not isinstance(part, dict) or "text" not in part for part in content):
             raise Uncountable("the message holds more than text")
-        content = "\n".join(part["text"] for part in content if part["text"])
-    rendered = {"role": role, "content": content if content is not None else ""}
+        content = [part["text"] for part in content]
+    given = content if isinstance(content, list) else [content]
+    texts = [text for text in given if text or (in_parts and text is not None)]
+    wrapped = [{"type": "text", "text": text} for text in texts]
+    rendered = {"role": role, "content": wrapped if in_parts and role != "tool" else "\n".join(texts)}
     rendered |= {key: message[key] for key in ("name", "task") if isinstance(message.get(key), str)}
     if role == "assistant" and (calls := message.get("tool_calls")):
         rendered["tool_calls"] = [_tool_call(call) for call in calls]

@@ -75,6 +75,13 @@ def test_a_message_that_is_continued_has_no_end(counter, tmp_path):
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": [ASK], "chat_template_kwargs": [1]},
         {"messages": [ASK], "documents": 7},
+        {"messages": [ASK], "tools": [{"function": "weather"}]},
+        {"messages": [ASK], "tools": ["weather"]},
+        {"messages": [ASK], "tools": 7},
+        {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": "weather"}]}]},
+        {"messages": [ASK, {"role": "assistant", "tool_calls": 7}]},
+        {"messages": [{"role": "user", "content": 7}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]},
     ],
 )
 def test_what_vllm_would_render_otherwise_or_refuse_is_not_counted(counter, body):

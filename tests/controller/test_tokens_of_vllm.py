@@ -1,6 +1,7 @@
 """A chat is rendered to the very text that vLLM's own classes make of the same request."""
 
 import json
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,16 @@ TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
 
+# As models that also see images do it.
+IN_PARTS = """
+{%- for message in messages %}
+    {{- '<' + message['role'] + '>' }}
+    {%- if message['content'] is string %}{{ message['content'] | trim }}{% else %}
+        {%- for part in message['content'] %}{{ part['text'] | trim }}{% endfor %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+
 ASK = {"role": "user", "content": "hi"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "é", "parameters": PARAMETERS}}
@@ -42,19 +53,22 @@ def answered(arguments):
     return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
+def write_model(folder, template):
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return folder
 
 
-def by_vllm(folder, body, defaults):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), TEMPLATE)
+
+
+def by_vllm(folder, body, template=TEMPLATE, given_format="auto"):
     """The prompt's text, in the steps of `vllm.renderers.online_renderer`."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=template)
     config = SimpleNamespace(
         multimodal_config=None,
         hf_config=SimpleNamespace(),
@@ -65,8 +79,8 @@ def by_vllm(folder, body, defaults):
     )
     request = ChatCompletionRequest.model_validate(body)
     tools = [tool.model_dump() for tool in request.tools] if request.tools is not None else None
-    params = request.build_chat_params(TEMPLATE, "auto").with_defaults({**defaults, "tools": tools, "tokenize": False})
-    content_format = resolve_chat_template_content_format(TEMPLATE, tools, "auto", tokenizer, model_config=config)
+    params = request.build_chat_params(template, "auto").with_defaults({"tools": tools, "tokenize": False})
+    content_format = resolve_chat_template_content_format(template, tools, given_format, tokenizer, model_config=config)
     conversation, _, _ = parse_chat_messages(request.messages, config, content_format)
     return safe_apply_chat_template(config, tokenizer, conversation, **params.get_apply_chat_template_kwargs())
 
@@ -93,7 +107,19 @@ def by_vllm(folder, body, defaults):
 )  # fmt: skip
 def test_a_prompt_is_the_text_that_vllm_makes(folder, body):
     body = {"messages": [ASK], **body}
-    assert TokenCounter(folder).render(body) == by_vllm(folder, json.loads(json.dumps(body)), {})
+    assert TokenCounter(folder).render(body) == by_vllm(folder, json.loads(json.dumps(body)))
+
+
+@pytest.mark.parametrize("given_format", ["auto", "string", "openai"])
+@pytest.mark.parametrize(
+    ("role", "content"),
+    [*product(["user", "assistant", "system", "tool"], ["hi", "", ["a", "", "b"]]), ("assistant", None)],
+)
+def test_a_template_that_reads_parts_gets_them(tmp_path, given_format, content, role):
+    parts = [{"type": "text", "text": text} for text in content] if isinstance(content, list) else content
+    body = {"messages": [ASK, {"role": role, "content": parts, **({"tool_call_id": "1"} if role == "tool" else {})}]}
+    counter = TokenCounter(write_model(tmp_path, IN_PARTS), {"chat_template_content_format": given_format})
+    assert counter.render(body) == by_vllm(tmp_path, json.loads(json.dumps(body)), IN_PARTS, given_format)
 
 
 def test_tools_may_be_kept_from_the_prompt(folder):
