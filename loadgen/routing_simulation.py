@@ -140,6 +140,7 @@ def _admit(
         mean_prompt_tokens=traffic.prompt_tokens,
         mean_seen_tokens=traffic.seen_tokens,
         mean_output_tokens=traffic.output_tokens,
+        arrivals_per_s=traffic.arrivals_per_s(request.due_s),
         mean_output_shares=traffic.output_shares,
     )
     features = replace(request.features, cached_tokens=found, batch_size=1 + snapshot.total_load())
@@ -153,7 +154,8 @@ def _admit(
         uncached = max(1, uncached - found.get(engine, 0))
         if request.conversation is not None:
             cached[engine, request.conversation] = request.shared_tokens
-    traffic.add(features.prompt_tokens, request.shared_tokens, features.expected_output_tokens, features.tag)
+    size = features.prompt_tokens, request.shared_tokens, features.expected_output_tokens
+    traffic.add(*size, features.tag, request.due_s)
     tokens_per_step = 1.0
     if known.mode.speculative:
         tokens_per_step /= known.steps_per_token(known.accepted.get(features.tag, known.accepted_default))

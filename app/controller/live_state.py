@@ -43,6 +43,7 @@ def take_snapshot(
         mean_prompt_tokens=traffic.prompt_tokens if traffic else 0.0,
         mean_seen_tokens=traffic.seen_tokens if traffic else 0.0,
         mean_output_tokens=traffic.output_tokens if traffic else 0.0,
+        arrivals_per_s=traffic.arrivals_per_s(now_s) if traffic else 0.0,
         mean_output_shares=traffic.output_shares if traffic else {},
     )
 

@@ -172,7 +172,8 @@ class Router:
         """The request goes to the engine."""
         mode = self._by_name[decision.mode]
         self._breakers[mode.name].started(now_s)
-        self._traffic.add(features.prompt_tokens, features.seen_tokens, features.expected_output_tokens, features.tag)
+        size = features.prompt_tokens, features.seen_tokens, features.expected_output_tokens
+        self._traffic.add(*size, features.tag, now_s)
         self._prefixes.record(prompt.chain, prompt.tokens, mode.engine if mode.prefix_reuse else None)
         if prompt.said is not None:
             for name in {prompt.said.began, prompt.said.so_far}:

@@ -45,7 +45,7 @@ class RoutingSettings(BaseModel):
     others_weight: float = Field(default=1.0, ge=0)
     """Weight of the delay that a request causes to those already running. 1 minimises the mean latency."""
     consolidate_from: int = Field(default=1, ge=1)
-    """Requests already on the device from which the cost policy asks whether all work should go to one engine."""
+    """Requests on the device, and expected there soon, beyond which all work may be put on one engine."""
     tie_margin: float = Field(default=0.02, ge=0, lt=1)
     """Modes of one engine this close are equal; the one that reuses prefixes is preferred, for later requests."""
 

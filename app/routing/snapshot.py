@@ -66,6 +66,7 @@ class Snapshot(JsonRecord, frozen=True, kw_only=True):
     mean_seen_tokens: float = 0.0
     mean_output_tokens: float = 0.0
     """What requests brought lately (see `traffic.py`); 0 while there were none."""
+    arrivals_per_s: float = 0.0
     mean_output_shares: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Which share of these output tokens was of which tag; empty where it is unknown."""
     corrections: Mapping[str, float] = msgspec.field(default_factory=dict)

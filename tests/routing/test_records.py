@@ -45,6 +45,7 @@ snapshots = st.builds(
     corrections=st.dictionaries(names, st.floats(0.4, 2.5)),
     mean_prompt_tokens=st.floats(0, 1e5),
     mean_seen_tokens=st.floats(0, 1e5),
+    arrivals_per_s=st.floats(0, 1e5),
     mean_output_tokens=st.floats(0, 1e5),
     mean_output_shares=st.dictionaries(st.sampled_from(Tag).map(str), shares),
     accepted_per_step=st.dictionaries(st.just("speculative:rewriting"), st.floats(0, 6)),

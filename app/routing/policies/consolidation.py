@@ -2,8 +2,8 @@
 
 A request compares what it and those already running would suffer. It cannot see the ones that are still to come: under
 a heavy load every engine always has somebody to wait for, each new request lengthens that by little, and all engines
-stay active, slowing one another and decoding in small batches. So from some load on the policy asks of all requests
-together what it asks of one: would they be done sooner on one engine?
+stay active, slowing one another and decoding in small batches. So once there is company, present or expected, the
+policy asks of all requests together what it asks of one: would they be done sooner on one engine?
 """
 
 from __future__ import annotations
@@ -17,32 +17,53 @@ from app.routing.policies.engine_load import EngineLoad, Interference
 from app.routing.policies.prediction import Prediction, accepted_per_step
 from app.routing.snapshot import EngineView, Snapshot
 
+_AHEAD = 3.0
+"""Company is expected for so many times as long as the request takes: those that join it are joined by others."""
 _CLEARLY = 1.1
-"""A prediction must be better by this factor to be acted on: changing the engine costs a time in which both run."""
+"""Another engine must be better by this factor to be changed to: that costs a time in which both run."""
+
+
+def expected_company(best: Prediction, snapshot: Snapshot) -> float:
+    """Requests that will come while `best`, and what it starts, is under way."""
+    return _AHEAD * snapshot.arrivals_per_s * best.latency_ms / 1000.0
 
 
 def one_engine(
     best: Prediction,
-    eligible: Iterable[str],
+    company: float,
+    predictions: Iterable[Prediction],
     engines: Mapping[str, EngineLoad],
     known: Mapping[str, ModeCoefficients],
     snapshot: Snapshot,
     interference: Interference,
 ) -> str | None:
-    """The engine that all work should go to from this request on; None when it is better spread.
+    """The engine that all work should go to from this request on; None when it is better spread, or goes there anyway.
 
-    best: the mode that the request would go to by itself. eligible: engines of the modes that may serve it. known:
-    coefficients by engine. Compared is how long as many requests as there are would take if all were as requests are
-    lately, decoded in the batches that they would make.
+    best: the mode that the request would go to by itself. company: requests that are still to come. predictions: of
+    the modes that may serve it, the best first. known: coefficients by engine. All but this one are taken to be as
+    requests are lately, decoded in the batches that they would make.
     """
     loads = {name: engine.load for name, engine in engines.items() if engine.load}
-    present = max(loads, key=loads.__getitem__, default=best.mode.engine)
-    loads[best.mode.engine] = loads.get(best.mode.engine, 0) + 1
-    if not loads.keys() <= known.keys():
+    own_ms: dict[str, float] = {}
+    for found in predictions:
+        own_ms.setdefault(found.mode.engine, found.latency_ms)
+    here = best.mode.engine
+    if not {*loads, here} <= known.keys():
         return None
+    usual = {name: usual_request(known[name], engines[name].view, snapshot) for name in {**own_ms, **loads}}
+    if not loads:
+        each_ms = {
+            name: time_ms(known[name], usual[name], 1.0 + company, engines[name].view) / (1.0 + company)
+            for name in own_ms
+        }
+        begun = {name: own_ms[name] + company * _joining_ms(name, each_ms, interference) for name in own_ms}
+        chosen = min(begun, key=begun.__getitem__)
+        return chosen if begun[chosen] < begun[here] else None
+    present = max(loads, key=loads.__getitem__)
+    loads[here] = loads.get(here, 0) + 1
     requests = sum(loads.values())
-    usual = {name: usual_request(known[name], engines[name].view, snapshot) for name in {*eligible, *loads}}
-    together = {name: time_ms(known[name], usual[name], requests, engines[name].view) for name in eligible}
+    growth = (requests + company) / requests
+    together = {name: time_ms(known[name], usual[name], requests * growth, engines[name].view) for name in own_ms}
     chosen = min(together, key=together.__getitem__)
     # It stays where most of the work is unless another engine is clearly better.
     if together.get(present, math.inf) <= _CLEARLY * together[chosen]:
@@ -56,8 +77,20 @@ def one_engine(
             for other in loads:
                 if other != name:
                     slowdown += others.get(other, 1.0) - 1.0
-        spread_ms += slowdown * time_ms(known[name], usual[name], load, engines[name].view)
-    return chosen if _CLEARLY * together[chosen] < spread_ms / len(loads) else None
+        spread_ms += slowdown * time_ms(known[name], usual[name], load * growth, engines[name].view)
+    return chosen if chosen != here and together[chosen] < spread_ms / len(loads) else None
+
+
+def _joining_ms(begun: str, each_ms: Mapping[str, float], interference: Interference) -> float:
+    """What a later request takes of everybody's time when `begun` is at work: on that engine, or beside it."""
+    hindered = interference.get(begun, {})
+    least = math.inf
+    for name, own_ms in each_ms.items():
+        if name != begun:
+            own_ms *= interference.get(name, {}).get(begun, 1.0) + hindered.get(name, 1.0) - 1.0
+        if own_ms < least:
+            least = own_ms
+    return least
 
 
 class UsualRequest(NamedTuple):
@@ -67,11 +100,9 @@ class UsualRequest(NamedTuple):
     steps: float
 
 
-def time_ms(known: ModeCoefficients, usual: UsualRequest, requests: int, view: EngineView) -> float:
-    """Time of an engine for so many usual requests, decoded in one batch or several after another."""
-    batch = requests if requests < view.max_running else view.max_running
-    if batch > MAX_BATCH:
-        batch = MAX_BATCH
+def time_ms(known: ModeCoefficients, usual: UsualRequest, requests: float, view: EngineView) -> float:
+    """Time of an engine for so many usual requests, on average, decoded in one batch or several after another."""
+    batch = max(1, min(round(requests), view.max_running, MAX_BATCH))
     return requests * (usual.prompt_ms + usual.steps / batch * known.step_ms[batch])
 
 

@@ -16,7 +16,7 @@ from app.routing.decision import Decision, Ineligible, LostBy, Outcome
 from app.routing.eligibility import Eligibility, refusal
 from app.routing.features import Objective, RequestFeatures
 from app.routing.mode_info import ModeInfo
-from app.routing.policies.consolidation import one_engine
+from app.routing.policies.consolidation import expected_company, one_engine
 from app.routing.policies.engine_load import EngineLoad, engine_loads
 from app.routing.policies.prediction import Prediction, predict
 from app.routing.policies.rules import RULES, RulesPolicy
@@ -79,13 +79,16 @@ class CostPolicy:
         if not predictions:
             return refusal(self.name, self._version, features, refused)
         ranked = self._rank(predictions, features)
-        if features.wishes.objective is not Objective.LATENCY or features.batch_size <= self._settings.consolidate_from:
+        if features.wishes.objective is not Objective.LATENCY:
             return self._decision(ranked, features)
         best = ranked[0][2]
-        # In an order that is the same in every process: of engines that are equally good the first is taken.
-        eligible_engines = dict.fromkeys(found.mode.engine for found in predictions)
-        engine = one_engine(best, eligible_engines, engines, self._by_engine, snapshot, self._interference)
-        if engine is None or engine == best.mode.engine:
+        company = expected_company(best, snapshot)
+        if features.batch_size + company <= self._settings.consolidate_from:
+            return self._decision(ranked, features)
+        # By rank, an order that is the same in every process: of engines that are equally good the first is taken.
+        found = [entry[2] for entry in ranked]
+        engine = one_engine(best, company, found, engines, self._by_engine, snapshot, self._interference)
+        if engine is None:
             return self._decision(ranked, features)
         kept = [entry for entry in ranked if entry[2].mode.engine == engine]
         return self._decision(kept, features, passed_over=ranked[0])

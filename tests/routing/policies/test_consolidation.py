@@ -82,6 +82,21 @@ def test_a_light_load_is_not_put_together(features: Make, snapshot: Make) -> Non
     assert decide(2.4, alone, busy(snapshot, fp16=0, gptq=0)).lost_by is not LostBy.CONSOLIDATION
 
 
+@pytest.mark.parametrize(
+    ("slowdown", "arrivals_per_s", "begins"),
+    [(2.4, 0.0, "fp16"), (2.4, 1.0, "gptq"), (1.0, 1.0, "fp16")],
+    ids=["nobody comes", "company is expected", "company would not be in the way"],
+)
+def test_an_idle_device_begins_where_the_company_is_served_best(
+    features: Make, snapshot: Make, slowdown: float, arrivals_per_s: float, begins: str
+) -> None:
+    asked = features(prompt_tokens=300, expected_output_tokens=5)
+    lately = {"mean_prompt_tokens": 80.0, "mean_output_tokens": 80.0, "arrivals_per_s": arrivals_per_s}
+    decision = decide(slowdown, asked, snapshot(lately, fp16={}, gptq={}))
+    assert decision.engine == begins
+    assert (decision.lost_by is LostBy.CONSOLIDATION) == (begins == "gptq")
+
+
 @pytest.mark.parametrize("objective", [Objective.ENERGY, Objective.WEIGHTED])
 def test_other_objectives_are_left_alone(features: Make, snapshot: Make, objective: Objective) -> None:
     asked = features(prompt_tokens=300, expected_output_tokens=5, batch_size=15, wishes=Wishes(objective=objective))
