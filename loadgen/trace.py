@@ -32,7 +32,7 @@ def read_trace(path: Path, *, limit: int | None = None) -> list[TraceRow]:
     for number, line in _numbered_lines(path):
         try:
             row = _row(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
             raise TraceError(f"{path}, line {number}: {reason}") from error
         if rows and row.time_s < rows[-1].time_s:

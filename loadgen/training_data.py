@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def read_training(path: Path, reference: str) -> Dataset:
                     examples.append(_example(json.loads(line)))
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise TrainingDataUnusable(
-                        f"{path}, line {number}, is no training row: {type(error).__name__}: {error}"
+                        f"{path}, line {number}, is no training row: {type(error).__name__}: {error} "
+                        "(`compare` writes them to training.jsonl)"
                     ) from error
     except OSError as error:
         raise TrainingDataUnusable(f"cannot read {path}: {error.strerror or error}") from error
@@ -115,8 +117,10 @@ def _example(row: dict[str, Any]) -> Example:
 
 def _measured(found: Mapping[str, Any]) -> Measured:
     latency_ms, energy_j = float(found["latency_ms"]), found.get("energy_j")
-    if not latency_ms > 0:
+    if not 0 < latency_ms < inf:
         raise ValueError(f"latency_ms must be above 0, not {latency_ms}")
+    if energy_j is not None and not 0 <= float(energy_j) < inf:
+        raise ValueError(f"energy_j must be at least 0 or null, not {energy_j}")
     return Measured(latency_ms, None if energy_j is None else float(energy_j))
 
 

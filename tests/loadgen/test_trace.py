@@ -30,6 +30,7 @@ def test_a_mooncake_trace(tmp_path: Path) -> None:
         ({**GOOD, "input_length": 0}, "must be at least 1"),
         ({**GOOD, "output_length": -3}, "must be at least 1"),
         ({"timestamp": 30000}, "no field 'input_length'"),
+        ('{"timestamp": 30000, "input_length": 1e400, "output_length": 5}', "infinity"),
         ("[1, 2]", "not a JSON object"),
         ("{broken", "property name"),
     ],

@@ -82,12 +82,21 @@ def test_without_live_signals_their_columns_are_empty(data: Dataset) -> None:
     assert not data.features(live=False)[:, columns].any()
 
 
+def measured(figures: str) -> str:
+    """A row with these figures of a mode."""
+    features = '{"prompt_tokens": 1, "expected_output_tokens": 1}'
+    return f'{{"group": "g", "features": {features}, "modes": {{"fp16": {figures}}}}}'
+
+
 @pytest.mark.parametrize(
     "line, why",
     [
-        ("{", "line 1"),
+        ("{", "training.jsonl"),
         ("{}", "group|features"),
         ('{"group": "g", "features": 3, "modes": {}}', "line 1"),
+        (measured('{"latency_ms": 0}'), "latency_ms must be"),
+        (measured('{"latency_ms": Infinity}'), "latency_ms must be"),
+        (measured('{"latency_ms": 1, "energy_j": NaN}'), "energy_j must be"),
         ("", "no row"),
     ],
 )
