@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import sys
 
 import typer
 
@@ -42,4 +43,9 @@ def _together() -> None:
 
 
 if __name__ == "__main__":
-    make_app()()
+    try:
+        make_app()()
+    except KeyboardInterrupt:
+        # While modules are imported; every command ends in order by itself.
+        print("interrupted before it began", file=sys.stderr)
+        sys.exit(130)

@@ -195,8 +195,7 @@ def _write(
         "processes": [dataclasses.asdict(cost) for cost in costs],
     }
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, result)
-    except OSError as error:
-        console.print(f"cannot write {out}: {error.strerror or error}", style="red", markup=False)
+    except OutputUnwritable as error:
+        console.print(f"idle-cost: {error}", style="red", markup=False)
         raise typer.Exit(2) from error

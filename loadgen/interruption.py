@@ -30,7 +30,10 @@ def signals_as_interrupts() -> Iterator[None]:
 
 
 def run_interruptible(main: Coroutine[Any, Any, None]) -> bool:
-    """Runs `main` to its end; True when a signal cancelled it. Its exceptions pass through."""
+    """Runs `main` to its end; True when a signal cancelled it: from then on further ones are ignored.
+
+    Its exceptions pass through; of a group of them, as tasks that run together raise it, the first.
+    """
 
     async def guarded() -> bool:
         task = asyncio.ensure_future(main)
@@ -40,6 +43,17 @@ def run_interruptible(main: Coroutine[Any, Any, None]) -> bool:
             await task
         except asyncio.CancelledError:
             return True
+        except ExceptionGroup as group:
+            raise _first(group) from group
         return False
 
-    return uvloop.run(guarded())
+    interrupted = uvloop.run(guarded())
+    if interrupted:
+        # What is left to do is to write what was found, which a second Ctrl-C must not cost.
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+    return interrupted
+
+
+def _first(error: Exception) -> Exception:
+    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error

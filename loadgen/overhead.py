@@ -220,10 +220,10 @@ def register(app: typer.Typer) -> None:
         run = Run()
         try:
             interrupted = run_interruptible(_measure(options, run, console))
+            _report(options, run, interrupted, console)
         except (ServerFault, EngineUnknown, NothingServed, StartFailed, PromptError, OutputUnwritable) as error:
             console.print(f"overhead: {error}", style="red", markup=False)
             raise typer.Exit(2) from error
-        _report(options, run, interrupted, console)
         if interrupted:
             raise typer.Exit(EXIT_INTERRUPTED)
         if not run.rounds.trials:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import pairwise
@@ -95,7 +96,7 @@ class OutputUnwritable(Exception):
 class LineWriter:
     """Appends lines to a file, each whole and flushed, so that a kill loses at most the last one.
 
-    Raises OutputUnwritable when made, that is before any load is sent.
+    Raises OutputUnwritable when made, that is before any load is sent, and when there is no more room.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,8 +108,11 @@ class LineWriter:
             raise OutputUnwritable(f"cannot write results to {path}: {error.strerror or error}") from error
 
     def write(self, line: str) -> None:
-        self._file.write(line + "\n")
-        self._file.flush()
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OutputUnwritable(f"cannot write results to {self.path}: {error.strerror or error}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +120,8 @@ class LineWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with suppress(OSError):  # what could not be written was said already
+            self._file.close()
 
 
 def require_writable(path: Path) -> None:

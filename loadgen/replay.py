@@ -26,6 +26,7 @@ from loadgen.paper.figures import (
 )
 from loadgen.paper.rules import rule_choices
 from loadgen.paper.tables import PaperTables, TablesDamaged, load_published, load_tables
+from loadgen.records import OutputUnwritable
 from loadgen.servers import write_json
 
 
@@ -135,8 +136,7 @@ def _write(
         },
     }
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, result)
-    except OSError as error:
-        console.print(f"cannot write {out}: {error.strerror or error}", style="red", markup=False)
+    except OutputUnwritable as error:
+        console.print(f"replay: {error}", style="red", markup=False)
         raise typer.Exit(2) from error

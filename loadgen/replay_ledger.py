@@ -27,6 +27,7 @@ from app.routing.profile import Profile
 from app.routing.settings import RoutingSettings
 from loadgen.logged_decisions import LedgerUnreadable, RowRange, Shared, ranges, read_contexts, rows
 from loadgen.policy_replay import LEARNED, Defaults, PairedMean, Replay, Tally
+from loadgen.records import OutputUnwritable
 from loadgen.servers import write_json
 
 _DEFAULT_POLICIES = ("cost", "rules", "rules_published")
@@ -327,8 +328,7 @@ def register(replay: typer.Typer) -> None:
 
 def _write(out: Path, result: dict[str, Any], console: Console) -> None:
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, result)
-    except OSError as error:
-        console.print(f"cannot write {out}: {error.strerror or error}", style="red", markup=False)
+    except OutputUnwritable as error:
+        console.print(f"replay: {error}", style="red", markup=False)
         raise typer.Exit(2) from error

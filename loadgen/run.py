@@ -272,10 +272,10 @@ def register(app: typer.Typer) -> None:
                 out,
             )
             interrupted = run_interruptible(_load(plan, manner, found, console))
+            total = _report(plan, manner, slo, found, interrupted, console)
         except (BalloonRefused, ServerFault, NothingServed, PromptError, TraceError, OutputUnwritable) as error:
             console.print(f"run: {error}", style="red", markup=False)
             raise typer.Exit(2) from error
-        total = _report(plan, manner, slo, found, interrupted, console)
         if interrupted:
             raise typer.Exit(EXIT_INTERRUPTED)
         if total.errors:

@@ -17,6 +17,7 @@ import yaml
 from loadgen.bare_server import EngineUnknown, describe_engine
 from loadgen.client import OpenAIClient, ServerFault
 from loadgen.process_tree import start_group, stop_group
+from loadgen.records import OutputUnwritable
 
 _POLL_S = 0.5
 _LOG_LINES = 15
@@ -103,7 +104,11 @@ def free_port() -> int:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a summary whole or not at all."""
+    """Writes a summary whole or not at all, and makes its folder. Raises OutputUnwritable."""
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=1) + "\n")
-    part.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(value, indent=1) + "\n")
+        part.replace(path)
+    except OSError as error:
+        raise OutputUnwritable(f"cannot write {path}: {error.strerror or error}") from error

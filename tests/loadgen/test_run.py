@@ -2,6 +2,7 @@ import json
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -222,6 +223,26 @@ def test_a_wrong_option_is_explained(model_folder: Path, tmp_path: Path, more: t
     result = CliRunner().invoke(command_line(), ["run", *given])
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.output.replace("│", " ").split())
+
+
+async def test_results_that_find_no_more_room_are_said_and_kept(
+    model_folder: Path, null_url: str, tmp_path: Path
+) -> None:
+    """A limit on the size of files stands for a full disk."""
+    program = """
+        import resource, sys
+        from loadgen.__main__ import make_app
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        make_app()(sys.argv[1:])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), "run", "--base-url", null_url, "--out", str(tmp_path)]
+    command += ["--tokenizer", str(model_folder), "--workload", "ss", "--requests", "50"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        words = await finished(process)
+    assert process.returncode == 2, words
+    assert "Traceback" not in words
+    assert "cannot write results" in " ".join(words.split())
+    assert read_records(tmp_path / "requests.jsonl").records
 
 
 async def test_no_server_and_no_tokenizer(null_url: str, tmp_path: Path) -> None:

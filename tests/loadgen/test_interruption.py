@@ -1,0 +1,63 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from loadgen.interruption import run_interruptible
+from loadgen.records import OutputUnwritable
+from tests.loadgen.conftest import finished
+
+
+def test_a_failure_among_tasks_that_run_together_is_one_failure() -> None:
+    async def fails() -> None:
+        raise OutputUnwritable("no room")
+
+    async def together() -> None:
+        async with asyncio.TaskGroup() as outer:
+            outer.create_task(nested())
+
+    async def nested() -> None:
+        async with asyncio.TaskGroup() as inner:
+            inner.create_task(fails())
+            inner.create_task(asyncio.sleep(60))
+
+    with pytest.raises(OutputUnwritable, match="no room"):
+        run_interruptible(together())
+    assert run_interruptible(asyncio.sleep(0)) is False
+
+
+async def test_a_second_ctrl_c_does_not_cost_what_the_first_kept() -> None:
+    program = """
+        import asyncio, os, signal
+        from loadgen.interruption import run_interruptible
+
+        async def main():
+            print("begun", flush=True)
+            await asyncio.sleep(60)
+
+        interrupted = run_interruptible(main())
+        os.kill(os.getpid(), signal.SIGINT)
+        print("written", interrupted, flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        assert await asyncio.to_thread(process.stdout.readline) == "begun\n"
+        process.send_signal(signal.SIGINT)
+        words = await finished(process)
+    assert (process.returncode, words) == (0, "written True\n")
+
+
+def test_ctrl_c_before_a_command_begins_is_no_crash(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A module of the program is replaced by one that is interrupted while it is imported."""
+    folder = tmp_path_factory.mktemp("instead")
+    (folder / "uvloop.py").write_text("raise KeyboardInterrupt\n")
+    path = os.pathsep.join([str(folder), *sys.path])
+    found = subprocess.run(
+        [sys.executable, "-m", "loadgen", "run"], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert (found.returncode, found.stderr) == (130, "interrupted before it began\n")
