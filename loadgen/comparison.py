@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -60,6 +60,12 @@ class Row:
         row = asdict(self)
         row["class"] = row.pop("name")
         return row
+
+    @classmethod
+    def read(cls, item: Mapping[str, Any]) -> Self:
+        """From `as_json`. Raises KeyError or TypeError for another form."""
+        values = {**item, "name": item["class"]}
+        return cls(**{name: values[name] for name in cls.__slots__})
 
     @property
     def ok(self) -> bool:

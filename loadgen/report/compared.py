@@ -1,11 +1,13 @@
 """The result of `compare` as material: policies by class and over everything, paired by request."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from loadgen.best_mode import Constraints, Score
+from loadgen.compared_choices import choices_of, class_table, memory_by_mode, score_of_choices
 from loadgen.comparison import STATIC, Row, common_latencies, hindsight, ratio
 from loadgen.report.material import (
     Comparison,
@@ -28,8 +30,9 @@ _TIMELINES = 4
 
 def read_comparison(content: Any, path: Path, source: str, material: Material) -> None:
     """Adds what a `compare.json` holds. Raises KeyError, TypeError or ValueError for another form."""
-    rows = [_row(item) for item in content["requests"]]
+    rows = [Row.read(item) for item in content["requests"]]
     policies = [str(name) for name in content["policies"]]
+    memory_mb = memory_by_mode(content.get("engines"))
     for rate in dict.fromkeys(row.rate for row in rows):
         of_rate = [row for row in rows if row.rate == rate]
         present = [policy for policy in policies if any(row.policy == policy for row in of_rate)]
@@ -38,7 +41,7 @@ def read_comparison(content: Any, path: Path, source: str, material: Material) -
             continue
         setting = f"{rate} load"
         material.comparisons.append(
-            Comparison(source, setting, reference, _policies(of_rate, rate, present, reference))
+            Comparison(source, setting, reference, _policies(of_rate, rate, present, reference, memory_mb))
         )
         material.controlled += [
             Controlled(source, policy, setting, reference, _families(of_rate, rate, policy, reference))
@@ -49,13 +52,11 @@ def read_comparison(content: Any, path: Path, source: str, material: Material) -
     material.timelines += list(_timelines(rows, source))[:_TIMELINES]
 
 
-def _row(item: dict[str, Any]) -> Row:
-    values = {**item, "name": item["class"]}
-    return Row(**{name: values[name] for name in Row.__slots__})
-
-
-def _policies(rows: Sequence[Row], rate: str, policies: Sequence[str], reference: str) -> list[PolicyRow]:
+def _policies(
+    rows: Sequence[Row], rate: str, policies: Sequence[str], reference: str, memory_mb: Mapping[str, float]
+) -> list[PolicyRow]:
     latencies = common_latencies(rows, rate)
+    scores = _scores(rows, rate, reference, memory_mb)
     statics = [policy for policy in latencies if policy.startswith(STATIC)]
     bound = fmean(hindsight(latencies, statics).values()) if statics and latencies[statics[0]] else None
     found = []
@@ -70,10 +71,20 @@ def _policies(rows: Sequence[Row], rate: str, policies: Sequence[str], reference
                 _speedup(interval),
                 _energy(rows, policy, reference, None),
                 None if bound is None or not ours else bound / fmean(ours.values()),
+                scores[policy].oracle_match if policy in scores else None,
+                scores[policy].unsafe if policy in scores else None,
                 errors=sum(not row.ok for row in of_policy),
             )
         )
     return found
+
+
+def _scores(rows: Sequence[Row], rate: str, reference: str, memory_mb: Mapping[str, float]) -> dict[str, Score]:
+    """Of the policies that choose, where a fixed mode is the reference that constraints are stated against."""
+    mode = reference.removeprefix(STATIC)
+    table = {name: of for name, of in class_table(rows, rate, memory_mb).items() if mode in of}
+    chosen = choices_of(rows, rate, table)
+    return {policy: score_of_choices(choices, table, mode, Constraints()) for policy, choices in chosen.items()}
 
 
 def _families(rows: Sequence[Row], rate: str, policy: str, reference: str) -> list[Family]:

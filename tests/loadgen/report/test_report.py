@@ -160,6 +160,7 @@ def test_all_results_make_all_sections(results: Path, tmp_path: Path) -> None:
     assert "-2.50 [-5.00, 0.50], n=200 (fail)" in page
     assert "awq" not in page.split("Quality by mode")[1].split("</table>")[0], "no figure, no row"
     assert "cost, light load, from compare/compare.json" in page
+    assert "<th>as the oracle</th><th>breaks a constraint</th>" in page
     names = {path.stem for path in (tmp_path / "out").glob("*.png")}
     assert {"figure4_confusion_1", "latencies_1", "timeline_1", "figure2_families_1", "figure5_policies_2"} <= names
 
