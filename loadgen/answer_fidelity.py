@@ -14,7 +14,7 @@ from typing import Any
 from loadgen.client import COMPLETION_PATH, OpenAIClient
 from loadgen.fidelity import TOP_TOKENS, FidelityUnavailable, all_of, bucketed_kl, post_json
 from loadgen.quality_gate import Divergence
-from loadgen.server_facts import engines
+from loadgen.server_facts import engines, model_name
 
 _OUTPUT_TOKENS = 8
 _CACHED_SHARE_MIN = 0.5
@@ -78,7 +78,7 @@ async def measure_answers(
     async def answer(mode: str, text: str, asks: int = 1) -> Written:
         async with slots:
             for _ in range(asks):
-                written = await write(client, f"{served}:{mode}", text, top_tokens)
+                written = await write(client, model_name(served, mode), text, top_tokens)
             return written
 
     references = await all_of(answer(reference_mode, text) for text in texts)

@@ -41,7 +41,7 @@ from loadgen.quality_gate import Limits, kl_meaning
 from loadgen.recipe import RecipeRefused, load_recipe
 from loadgen.records import LineWriter, OutputUnwritable, RecordWriter, RequestRecord, require_writable
 from loadgen.served_modes import Served, read_served, read_settings
-from loadgen.server_facts import NothingServed, first_model, tokenizer_folder
+from loadgen.server_facts import NothingServed, first_model, overview_of, tokenizer_folder
 from loadgen.servers import write_json
 
 _QUICK_BUDGET_S, _FULL_BUDGET_S = 540.0, 3300.0
@@ -88,7 +88,7 @@ class Found:
     energy: EnergySource | None = None
 
     def write_profile(self, options: Options) -> Profile:
-        """Raises CalibrationFailed while too little was measured, and OSError."""
+        """Raises CalibrationFailed while too little was measured, and OutputUnwritable."""
         if self.served is None:
             raise CalibrationFailed("interrupted before anything was measured")
         measured_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -123,7 +123,7 @@ async def _measure(options: Options, found: Found, console: Console) -> None:
         writer = stack.enter_context(RecordWriter(options.results))
         texts = stack.enter_context(LineWriter(options.results / "texts.jsonl"))
         asker = await stack.enter_async_context(OpenAIClient(options.base_url, api_key=options.api_key))
-        overview = await asker.get_json("/v1/modes", timeout_s=30.0)
+        overview = await overview_of(asker)
         served = found.served = read_served(overview, options.model, options.hardware)
         found.settings, found.settings_unknown = read_settings(overview)
         name = await first_model(asker)
@@ -302,7 +302,6 @@ def register(app: typer.Typer) -> None:
         except (
             CalibrationFailed,
             NothingServed,
-            OSError,
             OutputUnwritable,
             ProfileRefused,
             PromptError,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
 RESET_PATH = "/admin/reset_prefix_cache"
 INCLUDE_HEADER = "x-modeswitch-include"
+_ADDRESS = re.compile(r"https?://[^/\s]")
 
 # First match wins: aiohttp's classes overlap (a refused connection is also a ClientOSError and an OSError).
 _OUTCOME_OF: tuple[tuple[type[BaseException], Outcome], ...] = (
@@ -52,17 +54,19 @@ class Call:
 
 
 class ServerFault(Exception):
-    """The server answered, but not as the API says. Carries the outcome and, where given, the server's code."""
+    """The server answered, but not as the API says. Carries the outcome and, where given, its status and its code."""
 
-    def __init__(self, outcome: Outcome, message: str, code: str | None = None) -> None:
+    def __init__(self, outcome: Outcome, message: str, code: str | None = None, status: int | None = None) -> None:
         super().__init__(message)
         self.outcome = outcome
         self.code = code
+        self.status = status
 
 
 class OpenAIClient:
     """One server. Use as an async context manager; any number of calls may be under way at once.
 
+    base_url: with or without the `/v1` that other clients want; entering raises ServerFault for what is no address.
     stall_s: longest silence of the server. total_s: longest request.
 
     >>> async with OpenAIClient("http://127.0.0.1:8000") as client:
@@ -78,7 +82,7 @@ class OpenAIClient:
         total_s: float = 1800.0,
         include: str | None = None,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         if include:
             self._headers[INCLUDE_HEADER] = include
@@ -86,6 +90,9 @@ class OpenAIClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
+        if not _ADDRESS.match(self.base_url):
+            words = f"{self.base_url!r} is no address of a server: it begins as http://127.0.0.1:8000 does"
+            raise ServerFault(Outcome.REFUSED, words)
         trace = aiohttp.TraceConfig()
         trace.on_request_headers_sent.append(_note_sent)
         self._session = aiohttp.ClientSession(
@@ -214,6 +221,7 @@ def _http_error(status: int, body: bytes, where: str = "") -> ServerFault:
         Outcome.HTTP_ERROR,
         f"{where + ': ' if where else ''}HTTP {status}: {message}",
         None if code is None else str(code),
+        status,
     )
 
 

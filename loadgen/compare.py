@@ -23,7 +23,7 @@ from loadgen.options import ApiKey
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.recipe import RecipeRefused, load_recipe
 from loadgen.records import Outcome, OutputUnwritable, RecordWriter
-from loadgen.server_facts import NothingServed, engines, first_model, tokenizer_folder
+from loadgen.server_facts import NothingServed, engines, first_model, overview_of, tokenizer_folder
 from loadgen.servers import write_json
 
 EVERY_MODE = "static:all"
@@ -36,7 +36,7 @@ async def _policies(options: Options, client: OpenAIClient) -> tuple[str, ...]:
     names: list[str] = []
     for policy in options.policies:
         if policy == EVERY_MODE:
-            data = (await client.get_json("/v1/modes", timeout_s=30.0)).get("data") or ()
+            data = (await overview_of(client)).get("data") or ()
             names += [
                 f"{STATIC}{mode['id']}" for mode in data if mode.get("state") == "ready" and not mode.get("alias_of")
             ]

@@ -20,7 +20,14 @@ from loadgen.options import ApiKey
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.records import Outcome, OutputUnwritable, RecordWriter, RequestRecord
 from loadgen.runner import ClosedLoop, LoadRun, Manner
-from loadgen.server_facts import NothingServed, first_model, ready_modes, tokenizer_folder
+from loadgen.server_facts import (
+    NothingServed,
+    model_name,
+    ready_modes,
+    require_reference,
+    served_name,
+    tokenizer_folder,
+)
 from loadgen.servers import write_json
 from loadgen.workloads import WORKLOADS
 
@@ -68,7 +75,7 @@ class _Measurement:
         first = _FIRST_OF_WARMUP if number == _WARMUP else number * options.requests
         workload = WORKLOADS[options.workload]
         items = [workload.item(self.maker, seed, first + index) for index in range(options.requests)]
-        manner = Manner(f"{self.served}:{mode}", exact_output=options.exact_output, seed=options.seed)
+        manner = Manner(model_name(self.served, mode), exact_output=options.exact_output, seed=options.seed)
         load = LoadRun(self.client, items, manner, self.writer, warmup=number == _WARMUP)
         await load.go(ClosedLoop(options.concurrency))
         if number != _WARMUP:
@@ -89,11 +96,10 @@ async def _measure(options: Options, results: Results, console: Console) -> None
         writer = stack.enter_context(RecordWriter(options.out))
         asker = await stack.enter_async_context(OpenAIClient(options.base_url, api_key=options.api_key))
         modes = options.modes or await ready_modes(asker)
-        if options.reference not in modes:
-            raise NothingServed(f"the reference mode {options.reference!r} is not among: {', '.join(modes) or 'none'}")
+        require_reference(options.reference, modes)
         results.trials = {mode: {} for mode in modes}
-        served = await first_model(asker)
-        source = EnergySource(await offers_energy(asker, f"{served}:{modes[0]}"))
+        served = await served_name(asker)
+        source = EnergySource(await offers_energy(asker, model_name(served, modes[0])))
         include = INCLUDE if source.offered else None
         client = await stack.enter_async_context(
             OpenAIClient(options.base_url, api_key=options.api_key, include=include)
@@ -178,10 +184,10 @@ def register(app: typer.Typer) -> None:
         results = Results()
         try:
             interrupted = run_interruptible(_measure(options, results, console))
+            _report(options, results, console)
         except (ServerFault, NothingServed, PromptError, OutputUnwritable) as error:
             console.print(f"energy: {error}", style="red", markup=False)
             raise typer.Exit(2) from error
-        _report(options, results, console)
         if interrupted:
             raise typer.Exit(EXIT_INTERRUPTED)
         if results.failures:

@@ -26,6 +26,7 @@ import aiohttp
 from loadgen.client import COMPLETION_PATH, OpenAIClient, ServerFault, classify, json_object
 from loadgen.quality_gate import Divergence
 from loadgen.records import Outcome
+from loadgen.server_facts import model_name
 
 TOP_TOKENS = 100
 """Log-probabilities asked for at a position: what this application allows, and of a small model enough to judge by."""
@@ -140,9 +141,9 @@ async def measure_fidelity(
 
     async def one(index: int, text: str) -> None:
         async with slots:
-            reference = await read_text(client, f"{served}:{reference_mode}", text, top_tokens)
+            reference = await read_text(client, model_name(served, reference_mode), text, top_tokens)
             for mode in modes:
-                seen = await read_text(client, f"{served}:{mode}", text, top_tokens)
+                seen = await read_text(client, model_name(served, mode), text, top_tokens)
                 result = compare(mode, index, reference, seen)
                 found.append(result)
                 if on_text is not None:

@@ -38,7 +38,7 @@ from loadgen.quality_report import (
 )
 from loadgen.questioning import Answered, ask_all, scopes_of
 from loadgen.records import LineWriter, OutputUnwritable
-from loadgen.server_facts import NothingServed, first_model
+from loadgen.server_facts import NothingServed, model_name, overview_of, served_name
 from loadgen.servers import write_json
 
 
@@ -84,7 +84,7 @@ def passages(questions: Sequence[Question], count: int) -> list[Passage]:
 
 async def lossy_modes(client: OpenAIClient, reference: str) -> list[str]:
     """Modes that are ready and whose quality is a question. Raises ServerFault, and NothingServed for none."""
-    answer = await client.get_json("/v1/modes")
+    answer = await overview_of(client)
     rows = [row for row in answer.get("data") or () if isinstance(row, dict)]
     found = [str(row.get("id")) for row in rows if row.get("state") == "ready" and row.get("lossless") is False]
     if not (found := [mode for mode in found if mode != reference]):
@@ -94,9 +94,9 @@ async def lossy_modes(client: OpenAIClient, reference: str) -> list[str]:
 
 async def _measure(plan: Plan, measured: Measured, console: Console) -> None:
     async with OpenAIClient(plan.base_url, api_key=plan.api_key, stall_s=plan.stall_s) as client:
-        served = plan.served or await first_model(client)
+        served = plan.served or await served_name(client)
         modes = list(plan.modes) or await lossy_modes(client, plan.reference)
-        console.print(f"{served}: {', '.join(modes)} against {plan.reference}", markup=False)
+        console.print(f"{served or plan.base_url}: {', '.join(modes)} against {plan.reference}", markup=False)
         texts = passages(plan.questions, plan.texts)
         with (
             LineWriter(plan.out / "answers.jsonl") as answer_lines,
@@ -117,7 +117,7 @@ async def _measure(plan: Plan, measured: Measured, console: Console) -> None:
                 bar.advance(task)
 
             if texts:
-                models = [f"{served}:{mode}" for mode in (plan.reference, *modes)]
+                models = [model_name(served, mode) for mode in (plan.reference, *modes)]
                 measured.top_tokens = await allowed_top_tokens(client, models)
                 if words := fewer_words(client.base_url, measured.top_tokens):
                     console.print(words, style="yellow", markup=False)
@@ -186,14 +186,8 @@ def report(measured: Measured, limits: Limits, out: Path, console: Console, *, c
         console.print(
             f"{len(failed)} answers failed and make no pair, such as: {failed[0].error}", style="yellow", markup=False
         )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "quality.json", [item.model_dump(mode="json") for item in settled(found)])
-        write_json(
-            out / "summary.json", {"command": "quality", "complete": complete} | summary(measured, limits, found)
-        )
-    except OSError as error:
-        raise OutputUnwritable(f"cannot write {out}: {error.strerror or error}") from error
+    write_json(out / "quality.json", [item.model_dump(mode="json") for item in settled(found)])
+    write_json(out / "summary.json", {"command": "quality", "complete": complete} | summary(measured, limits, found))
     console.print(f"{out / 'quality.json'} is for `calibrate --quality`; summary.json has everything.", markup=False)
 
 
@@ -203,8 +197,11 @@ def register(app: typer.Typer) -> None:
     @app.command("quality")
     def quality(
         files: Annotated[list[Path] | None, typer.Argument(help="JSON lines of questions; none: texts only.")] = None,
-        base_url: Annotated[str, typer.Option(help="The application.")] = "http://127.0.0.1:8000",
-        mode: Annotated[list[str] | None, typer.Option(help="Modes to judge; the ready lossy ones by default.")] = None,
+        base_url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
+        mode: Annotated[
+            list[str] | None,
+            typer.Option(help="Modes to judge; the ready lossy ones by default. At a server without modes, models."),
+        ] = None,
         reference: Annotated[str, typer.Option(help="Mode to compare with.")] = "fp16",
         model: Annotated[str | None, typer.Option(help="Served model; the first listed by default.")] = None,
         limit: Annotated[int | None, typer.Option(min=1, help="Questions of each file, drawn by --seed.")] = None,
@@ -255,6 +252,8 @@ def register(app: typer.Typer) -> None:
             console.print(f"quality: {error}", style="red", markup=False)
             failed = True
         if not (measured.answers or measured.texts or measured.pairs):
+            if interrupted:
+                console.print("quality: interrupted before anything was answered", style="yellow")
             raise typer.Exit(EXIT_INTERRUPTED if interrupted else 2)
         try:
             report(measured, limits, out, console, complete=not (interrupted or failed))

@@ -12,6 +12,7 @@ from loadgen.benchmarks import Marking, Question, most_probable, number_right
 from loadgen.client import CHAT_PATH, COMPLETION_PATH, OpenAIClient, ServerFault
 from loadgen.fidelity import TOP_TOKENS_VLLM, all_of, post_json
 from loadgen.records import Outcome
+from loadgen.server_facts import model_name
 from loadgen.training_data import paper_features
 
 # Nothing can be asked of a server that is gone: these end the run instead of marking every question.
@@ -92,7 +93,7 @@ async def ask(client: OpenAIClient, served: str, mode: str, question: Question, 
     )
     choice = question.marking is Marking.CHOICE
     try:
-        answer = await (_choose if choice else _generate)(client, f"{served}:{mode}", question, output_tokens)
+        answer = await (_choose if choice else _generate)(client, model_name(served, mode), question, output_tokens)
         usage = answer.get("usage") or {}
         found = dataclasses.replace(
             base,

@@ -19,7 +19,15 @@ from loadgen.options import ApiKey
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.records import OutputUnwritable, RecordWriter
 from loadgen.served_modes import engines_of, read_modes
-from loadgen.server_facts import NothingServed, engines, first_model, ready_modes, tokenizer_folder
+from loadgen.server_facts import (
+    NothingServed,
+    engines,
+    model_name,
+    ready_modes,
+    require_reference,
+    served_name,
+    tokenizer_folder,
+)
 from loadgen.servers import write_json
 from loadgen.sweep_interference import BUDGET_SHARE, Interference, measure_interference
 from loadgen.sweep_plan import Cell, Results, Stopping, next_round
@@ -52,11 +60,10 @@ async def _measure(options: Options, found: Found, console: Console) -> None:
         writer = stack.enter_context(RecordWriter(options.out))
         client = await stack.enter_async_context(OpenAIClient(options.base_url, api_key=options.api_key))
         found.modes = options.modes or await ready_modes(client)
-        if options.reference not in found.modes:
-            raise NothingServed(f"the reference mode {options.reference!r} is not among: {', '.join(found.modes)}")
+        require_reference(options.reference, found.modes)
         maker = PromptMaker(ChatTokenizer.load(options.tokenizer or await tokenizer_folder(client)))
-        served = await first_model(client)
-        found.energy = EnergySource(await tells_energy(client, f"{served}:{options.reference}"))
+        served = await served_name(client)
+        found.energy = EnergySource(await tells_energy(client, model_name(served, options.reference)))
         with console.status("what is served, and the memory bandwidth of this machine"):
             by_mode = await _engines_by_mode(options, client, found)
         trials = SweepTrials(
@@ -140,9 +147,12 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def sweep(
-        base_url: Annotated[str, typer.Option(help="This application.")] = "http://127.0.0.1:8000",
+        base_url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
         api_key: ApiKey = None,
-        mode: Annotated[list[str] | None, typer.Option(help="Modes; all that are ready by default.")] = None,
+        mode: Annotated[
+            list[str] | None,
+            typer.Option(help="Modes; all that are ready by default. At a server without modes, models."),
+        ] = None,
         reference: Annotated[str, typer.Option(help="The mode that ratios are to.")] = "fp16",
         workload: Annotated[list[str] | None, typer.Option(help="Workloads; ss, sl, ls, ll by default.")] = None,
         concurrency: Annotated[
@@ -184,10 +194,10 @@ def register(app: typer.Typer) -> None:
         found = Found(Results(reference))
         try:
             interrupted = run_interruptible(_measure(options, found, console))
+            _report(options, found, console)
         except (ServerFault, NothingServed, PromptError, OutputUnwritable) as error:
             console.print(f"sweep: {error}", style="red", markup=False)
             raise typer.Exit(2) from error
-        _report(options, found, console)
         if interrupted:
             raise typer.Exit(EXIT_INTERRUPTED)
         if found.failures:

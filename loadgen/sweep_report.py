@@ -94,22 +94,30 @@ def _median(values: Sequence[float]) -> Row:
 def tables_of(found: Found, rows: Sequence[Row]) -> list[Table]:
     """Several, each narrow enough for a terminal; those without a figure are left out."""
     reference = found.results.reference
+
+    def beside(name: str, unit: str = "") -> Callable[[Row], str]:
+        def words(row: Row) -> str:
+            own = row["mode"] == reference
+            return _figure(row[name]["median"], 1, ".4g", unit) if own else _ratio(row[name])
+
+        return words
+
     tables = [
         _table(
-            f"Times as ratios to {reference} in the same rounds [95 %]",
+            f"Times of {reference} (medians), and of others as ratios to it in the same rounds [95 %]",
             rows,
             {
-                "latency": lambda row: _ratio(row["latency"]),
-                "TTFT": lambda row: _ratio(row["ttft"]),
-                "between tokens": lambda row: _ratio(row["between_tokens"]),
+                "latency": beside("latency", " ms"),
+                "TTFT": beside("ttft", " ms"),
+                "between tokens": beside("between_tokens", " ms"),
                 "rounds": lambda row: str(row["rounds"]),
             },
         ),
         _table(
-            f"Throughput, energy above idle and memory, to {reference} [95 %]",
+            f"Throughput, energy above idle and memory, likewise to {reference} [95 %]",
             rows,
             {
-                "tokens/s": lambda row: _ratio(row["tokens_per_s"]),
+                "tokens/s": beside("tokens_per_s"),
                 "J/token": lambda row: _figure(row["j_per_token"]["median"]),
                 "J/token ratio": lambda row: _ratio(row["j_per_token"]) or UNKNOWN,
                 "peak MiB": lambda row: _figure(row["peak_memory_bytes"], 1 / _MIB, ".0f"),

@@ -21,6 +21,7 @@ from loadgen.prompts import PromptMaker
 from loadgen.questioning import rouge_l
 from loadgen.records import RecordWriter, RequestRecord
 from loadgen.runner import ClosedLoop, LoadRun, Manner
+from loadgen.server_facts import model_name
 from loadgen.sweep_plan import Cell, Results, TrialResult, TrialSpoilt, read_trial
 from loadgen.workloads import WORKLOADS
 
@@ -114,7 +115,7 @@ class SweepTrials:
         first = (number if number >= 0 else _WARMUP_FIRST) * count
         items = [workload.item(self.maker, seed, first + index) for index in range(count)]
         # No energy is asked for with the answer: it would end seconds later, when the meter has settled it.
-        manner = Manner(f"{self.served}:{mode}", exact_output=self.exact_output, seed=self.seed)
+        manner = Manner(model_name(self.served, mode), exact_output=self.exact_output, seed=self.seed)
         load = LoadRun(self.client, items, manner, self.writer, warmup=number < 0)
         engine = self.engines.get(mode)
         before = await read_counters(self.client, engine) if engine else Counters()

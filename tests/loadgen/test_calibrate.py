@@ -135,6 +135,15 @@ def test_the_answer_is_for_the_settings_that_the_server_tells() -> None:
         assert "supposes the defaults" in why
 
 
+async def test_a_server_without_modes_is_told_what_measures_it(
+    model_folder: Path, null_url: str, tmp_path: Path
+) -> None:
+    with calibrate(null_url, model_folder, tmp_path / "profile.json") as process:
+        words = await finished(process)
+    assert process.returncode == 2, words
+    assert "has no modes (GET /v1/modes)" in " ".join(words.split())
+
+
 async def test_a_server_that_fails_is_an_error_and_no_profile(model_folder: Path, tmp_path: Path) -> None:
     url = str((await serve(FakeApplication(four_engines(), fail_after=1).app())).make_url(""))
     with calibrate(url, model_folder, tmp_path / "profile.json", "--budget-s", "20") as process:

@@ -110,6 +110,21 @@ async def test_nobody_listens() -> None:
             await client.get_json("/v1/models")
 
 
+@pytest.mark.parametrize("address", ["", "localhost:8000", "http://", "ftp://a", "http:///v1"])
+async def test_what_is_no_address_is_said_so(address: str) -> None:
+    with pytest.raises(ServerFault, match="is no address of a server"):
+        async with OpenAIClient(address):
+            pass
+
+
+async def test_the_address_that_other_clients_want_will_do(null_url: str) -> None:
+    async with OpenAIClient(f"{null_url}/v1/") as client:
+        assert (await client.get_json("/v1/models"))["data"][0]["id"] == "null"
+        with pytest.raises(ServerFault) as caught:
+            await client.get_json("/v1/modes")
+    assert caught.value.status == 404
+
+
 async def test_cancelling_is_no_error(null_url: str) -> None:
     async with OpenAIClient(null_url) as client:
         record = await client.send(call("stall_midway", stream=True, cancel_after_frames=2))

@@ -246,6 +246,33 @@ async def test_a_mode_that_reuses_prefixes_must_answer_from_its_cache(
 
 
 @pytest.mark.timeout(60)
+async def test_a_server_without_modes_is_judged_by_its_models(tmp_path: Path) -> None:
+    asked: set[str] = set()
+
+    async def complete(request: web.Request) -> web.Response:
+        body = await request.json()
+        asked.add(body["model"])
+        row = {"1": {"logprob": -0.1}, "2": {"logprob": -2.5}}
+        return web.json_response({"choices": [{"prompt_logprobs": [None, row, row]}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    app.router.add_get("/v1/models", _models)
+    server = await serve(app)
+    process = command(
+        *("--base-url", str(server.make_url("/v1")), "--reference", "whole", "--mode", "rounded"),
+        *("--texts", "20", "--out", str(tmp_path)),
+    )
+    words = await finished(process)
+    await server.close()
+    assert process.returncode == 0, words
+    assert asked == {"whole", "rounded"}
+    (found,) = TypeAdapter(list[QualityEvidence]).validate_json((tmp_path / "quality.json").read_bytes())
+    assert (found.mode, found.outcome) == ("rounded", "pass")
+    assert "It is a lower bound" in words
+
+
+@pytest.mark.timeout(60)
 async def test_a_mode_that_fails_makes_no_pairs(url: str, tmp_path: Path) -> None:
     file, out = write(tmp_path / "c.jsonl", [choice(index) for index in range(4)]), tmp_path / "out"
     process = command(str(file), "--base-url", url, "--mode", "dead", "--texts", "0", "--out", str(out))

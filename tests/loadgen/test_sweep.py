@@ -12,7 +12,8 @@ from aiohttp import web
 
 from loadgen.best_mode import Constraints
 from loadgen.null_server import make_app
-from loadgen.oracle import not_judged, read_sweep
+from loadgen.oracle import not_judged
+from loadgen.oracle_table import read_table
 from loadgen.records import Outcome, RequestRecord
 from loadgen.report.results import read_results
 from loadgen.sweep_interference import ROUNDS
@@ -134,6 +135,19 @@ async def test_interrupted_it_keeps_what_it_has(model_folder: Path, tmp_path: Pa
     assert found["rows"]
 
 
+async def test_a_server_without_modes_is_swept_by_its_models(model_folder: Path, null_url: str, tmp_path: Path) -> None:
+    more = ("--reference", "null", "--mode", "null", "--mode", "other", "--concurrency", "1", "--max-rounds", "2")
+    with sweep(null_url, model_folder, tmp_path, *more) as process:
+        words = await finished(process)
+    assert process.returncode == 0, words
+    found = json.loads((tmp_path / "sweep.json").read_text())
+    assert {row["mode"]: row["rounds"] for row in found["rows"]} == {"null": 2, "other": 2}
+    with sweep(null_url, model_folder, tmp_path) as process:
+        words = await finished(process)
+    assert process.returncode == 2
+    assert "'fp16' is not among: null; name one with --reference" in " ".join(words.split())
+
+
 async def test_a_missing_reference_is_named(model_folder: Path, tmp_path: Path) -> None:
     url = await application()
     with sweep(url, model_folder, tmp_path, "--reference", "bf16") as process:
@@ -200,7 +214,7 @@ async def test_energy_memory_likeness_limit_and_interference(model_folder: Path,
     drawn = {effect.mode: effect.energy_ratio for effect in screening.effects}
     assert drawn["int8"] is not None, "the report draws the energy of a sweep"
     assert drawn["speculative"] is None
-    table = read_sweep(out / "sweep.json")
+    table = read_table(out / "sweep.json")
     assert table.cells["ss x 1"]["int8"].rouge_fp16 == pytest.approx(31 / 32)
     assert not_judged(table, Constraints()) == {"energy": {"speculative": ["ss x 1"]}}
 

@@ -71,6 +71,7 @@ def test_tables_fit_a_terminal() -> None:
         assert mode in text, "no name is cut or wrapped"
     assert "memory_pressure x 8" in text
     assert "3.00 [3.00, 3.00]" in text, "a ratio stands on one line"
+    assert "1001 ms" in text, "the reference's own figures are what the ratios are of"
     assert "60 %" in text
     assert "1024" in text
     assert "…" not in text
