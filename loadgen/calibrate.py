@@ -16,7 +16,7 @@ from app.routing.profile import Profile, ProfileRefused, QualityEvidence
 from app.routing.settings import RoutingSettings
 from app.routing.tags import Tag
 from loadgen.answer_fidelity import wanted_answers
-from loadgen.calibration_gate import Gate, lossy_engines, reference_of
+from loadgen.calibration_gate import Gate, lossy_engines, reference_of, texts_to_read
 from loadgen.calibration_plan import (
     FULL_GRIDS,
     QUICK_GRIDS,
@@ -46,7 +46,8 @@ from loadgen.servers import write_json
 
 _QUICK_BUDGET_S, _FULL_BUDGET_S = 540.0, 3300.0
 _QUICK_ROUNDS, _FULL_ROUNDS = 5, 10
-_QUICK_TEXTS, _FULL_TEXTS = 24, 80
+_QUICK_TEXTS, _FULL_TEXTS = (24, 0), (80, 24)
+"""Read by every lossy engine and the reference: without a tag, and of each tag that reading is evidence for."""
 _TEXTS_SHARE, _ANSWERS_SHARE = 0.25, 0.15
 """Of the budget, at most, for the quality gate; few modes need answers."""
 
@@ -200,10 +201,10 @@ async def _judge(options: Options, found: Found, client: OpenAIClient, name: str
     reference = reference_of(found.served.modes, found.settings.reference_mode)
     if not gate.engines or reference is None:
         return
-    count = _FULL_TEXTS if options.full else _QUICK_TEXTS
-    with console.status(f"quality of {', '.join(gate.engines)} against {reference} on {count} texts"):
+    texts = texts_to_read(*(_FULL_TEXTS if options.full else _QUICK_TEXTS))
+    with console.status(f"quality of {', '.join(gate.engines)} against {reference} on {len(texts)} texts"):
         whys = [await gate.prepare(client, name, reference)]
-        whys.append(await gate.read(client, name, reference, count, _TEXTS_SHARE * options.budget_s))
+        whys.append(await gate.read(client, name, reference, texts, _TEXTS_SHARE * options.budget_s))
     if gate.to_answer:
         with console.status(f"answers of {', '.join(gate.to_answer)} against {reference}"):
             whys.append(await gate.answer(client, name, reference, _ANSWERS_SHARE * options.budget_s))

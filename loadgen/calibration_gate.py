@@ -1,11 +1,14 @@
-"""The quality gate that `calibrate` runs itself: how far lossy modes stray from the reference on free text.
+"""The quality gate that `calibrate` runs itself: how far lossy modes stray from the reference on text that it reads.
 
-It speaks for text without a tag and for nothing else; `quality` measures more, and what it found wins.
+It speaks for text without a tag and, where there is time, for rewriting and code, of which a text shows the whole work.
+Mathematics and multiple choice have right answers: those `quality` asks for, and what it found wins.
 """
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from app.routing.mode_info import ModeInfo
 from app.routing.profile import GateOutcome, QualityEvidence
@@ -17,13 +20,40 @@ from loadgen.fidelity import (
     FidelityUnavailable,
     TextFidelity,
     allowed_top_tokens,
+    code_texts,
     fewer_words,
     measure_fidelity,
     stdlib_texts,
 )
+from loadgen.passages import rewriting_prompt
 from loadgen.quality_gate import GENERATED_KL, Divergence, Limits, kl_evidence
 
 _ANSWERED_TEXTS = Limits().bootstrap_samples_min
+_REWRITTEN_SENTENCES = 2
+
+
+class ScopedText(NamedTuple):
+    """A text, and what it is evidence for."""
+
+    scope: str
+    text: str
+
+
+def texts_to_read(free: int, tagged: int) -> list[ScopedText]:
+    """`free` texts without a tag, then `tagged` of each tag that reading is evidence for."""
+    rngs = (random.Random(f"quality/{index}") for index in range(tagged))
+    return (
+        [ScopedText(Tag.NONE.value, text) for text in stdlib_texts(free)]
+        + [ScopedText(Tag.REWRITING.value, _rewritten(rng)) for rng in rngs]
+        + [ScopedText(Tag.CODE.value, text) for text in code_texts(tagged)]
+    )
+
+
+def _rewritten(rng: random.Random) -> str:
+    """A request to rewrite, with its answer."""
+    prompt = rewriting_prompt(rng, _REWRITTEN_SENTENCES)
+    _, _, passage = prompt.partition("\n\n")
+    return f"{prompt}\n\n{passage}"
 
 
 def lossy_engines(modes: Sequence[ModeInfo], judged: Collection[str]) -> dict[str, list[str]]:
@@ -45,12 +75,13 @@ def reference_of(modes: Sequence[ModeInfo], reference_mode: str) -> str | None:
 class Gate:
     """What is to be judged and what was found, kept outside of coroutines, so that an interruption loses nothing.
 
-    engines: as from `lossy_engines`. wanted: modes of which texts alone show too little. top_tokens: compared at each
-    position of a text.
+    engines: as from `lossy_engines`. wanted: modes of which texts alone show too little. scopes: of the texts, by their
+    number. top_tokens: compared at each position of a text.
     """
 
     engines: Mapping[str, Sequence[str]] = field(default_factory=dict)
     wanted: Mapping[str, Wanted] = field(default_factory=dict)
+    scopes: Sequence[str] = ()
     texts: list[TextFidelity] = field(default_factory=list)
     on_text: Callable[[TextFidelity], None] = lambda text: None
     answers: dict[str, list[Divergence]] = field(default_factory=dict)
@@ -65,11 +96,19 @@ class Gate:
             return f"the quality gate: {fault}"
         return fewer_words(client.base_url, self.top_tokens)
 
-    async def read(self, client: OpenAIClient, served: str, reference: str, count: int, limit_s: float) -> str | None:
-        """Lets every engine read `count` texts; None, or why not all of them were read."""
-        texts = stdlib_texts(count)
+    async def read(
+        self, client: OpenAIClient, served: str, reference: str, texts: Sequence[ScopedText], limit_s: float
+    ) -> str | None:
+        """Lets every engine read the texts; None, or why not all of them were read."""
+        self.scopes = [text.scope for text in texts]
         reading = measure_fidelity(
-            client, served, reference, list(self.engines), texts, top_tokens=self.top_tokens, on_text=self._keep
+            client,
+            served,
+            reference,
+            list(self.engines),
+            [text.text for text in texts],
+            top_tokens=self.top_tokens,
+            on_text=self._keep,
         )
         return await _limited(reading, limit_s, "texts")
 
@@ -88,15 +127,19 @@ class Gate:
     @property
     def to_answer(self) -> dict[str, Wanted]:
         """What fails by its texts needs no answers."""
-        passed = [one.mode for one in evidence_of(self.texts, self.engines) if one.outcome is GateOutcome.PASS]
+        passed = [one.mode for one in self._by_texts() if one.outcome is GateOutcome.PASS]
         return {mode: self.wanted[mode] for mode in passed if mode in self.wanted}
 
+    def _by_texts(self) -> list[QualityEvidence]:
+        return evidence_of(self.texts, self.engines, self.scopes)
+
     def evidence(self) -> list[QualityEvidence]:
-        """All pieces; where a mode has two, both must pass."""
-        found = evidence_of(self.texts, self.engines)
+        """All pieces; where a mode has two in a scope, both must pass. Its own answers speak for every scope."""
+        found, to_answer = self._by_texts(), self.to_answer
         return found + [
-            kl_evidence(mode, Tag.NONE.value, self.answers.get(mode, ()), metric=GENERATED_KL)
-            for mode in self.to_answer
+            kl_evidence(one.mode, one.scope, self.answers.get(one.mode, ()), metric=GENERATED_KL)
+            for one in found
+            if one.mode in to_answer
         ]
 
 
@@ -111,14 +154,17 @@ async def _limited(measuring: Awaitable[object], limit_s: float, what: str) -> s
     return None
 
 
-def evidence_of(texts: Iterable[TextFidelity], engines: Mapping[str, Sequence[str]]) -> list[QualityEvidence]:
+def evidence_of(
+    texts: Iterable[TextFidelity], engines: Mapping[str, Sequence[str]], scopes: Sequence[str]
+) -> list[QualityEvidence]:
     """Evidence for every mode of each engine, which reads alike for all of them: no text is read from a cache."""
-    by_mode: dict[str, list[TextFidelity]] = {}
+    read: dict[tuple[str, str], list[Divergence]] = {}
     for text in texts:
-        by_mode.setdefault(text.mode, []).append(text)
+        read.setdefault((text.mode, scopes[text.text]), []).append(text.divergence)
     return [
-        kl_evidence(name, Tag.NONE.value, [text.divergence for text in by_mode[asked]])
+        kl_evidence(name, scope, read[asked, scope])
         for asked, names in engines.items()
-        if asked in by_mode
         for name in names
+        for scope in dict.fromkeys(scopes)
+        if (asked, scope) in read
     ]

@@ -14,11 +14,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from math import exp, log
 from statistics import fmean
+from types import ModuleType
 from typing import Any, TypeVar
 
 import aiohttp
@@ -235,15 +237,33 @@ def stdlib_texts(count: int) -> list[str]:
     return list(islice(_passages(), count))
 
 
+def code_texts(count: int) -> list[str]:
+    """Passages of the source of Python's library, the same ones on one version of Python; none where it has none."""
+    return list(islice(_sources(), count))
+
+
+def _sources() -> Iterator[str]:
+    for module in _modules():
+        try:
+            text = inspect.getsource(module)
+        except (OSError, TypeError):  # a Python without its sources, or a module written in C
+            continue
+        # One of each module, from where its first function begins: what stands above is prose and imports.
+        start = max(0, text.find("\ndef "))
+        if len(text) - start > _TEXT_CHARACTERS:
+            yield text[start : start + _TEXT_CHARACTERS].lstrip()
+
+
+def _modules() -> Iterator[ModuleType]:
+    for name in _MODULES.split():
+        if name.partition(".")[0] in sys.stdlib_module_names:
+            with suppress(ImportError):  # a Python built without it, such as one without tkinter
+                yield import_module(name)
+
+
 def _passages() -> Iterator[str]:
     seen: set[str] = set()
-    for name in _MODULES.split():
-        if name.partition(".")[0] not in sys.stdlib_module_names:
-            continue
-        try:
-            module = import_module(name)
-        except ImportError:  # a Python built without it, such as one without tkinter
-            continue
+    for module in _modules():
         parts = [f"{item}: {words}" for item, words in _docstrings(module) if words not in seen]
         seen.update(words for _, words in _docstrings(module))
         text = "\n\n".join(parts)

@@ -2,11 +2,12 @@ import pytest
 
 from app.routing.mode_info import ModeInfo
 from app.routing.profile import QualityEvidence
+from app.routing.tags import tag_of
 from loadgen.answer_fidelity import Wanted, Written, divergence, wanted_answers
-from loadgen.calibration_gate import Gate, evidence_of, lossy_engines, reference_of
+from loadgen.calibration_gate import Gate, evidence_of, lossy_engines, reference_of, texts_to_read
 from loadgen.client import OpenAIClient
 from loadgen.fidelity import TextFidelity, stdlib_texts
-from loadgen.quality_gate import GENERATED_KL, KL, Limits
+from loadgen.quality_gate import GENERATED_KL, KL, Divergence, Limits
 from loadgen.served_modes import read_served
 from tests.loadgen.caching_modes import RIGHT, WRONG, CachingApplication, client_of
 
@@ -16,7 +17,7 @@ async def judged(application: CachingApplication) -> tuple[dict[tuple[str, str],
     gate = Gate(lossy_engines(read_served(overview, None, None).modes, ()), wanted_answers(overview))
     async with client_of(application) as client:
         assert await gate.prepare(client, "m", "fp16") is None
-        assert await gate.read(client, "m", "fp16", 20, 60.0) is None
+        assert await gate.read(client, "m", "fp16", texts_to_read(20, 0), 60.0) is None
         why = await gate.answer(client, "m", "fp16", 60.0)
     return {(one.mode, one.metric): one for one in gate.evidence()}, why
 
@@ -45,7 +46,7 @@ async def test_a_server_that_gives_fewer_tokens_is_judged_by_those_and_told_of()
     gate = Gate(lossy_engines(read_served(overview, None, None).modes, ()), wanted_answers(overview))
     async with client_of(application) as client:
         why = await gate.prepare(client, "m", "fp16")
-        assert await gate.read(client, "m", "fp16", 20, 60.0) is None
+        assert await gate.read(client, "m", "fp16", texts_to_read(20, 0), 60.0) is None
         assert await gate.answer(client, "m", "fp16", 60.0) is None
     assert "only 20 log-probabilities" in str(why)
     assert gate.top_tokens == 20
@@ -71,7 +72,7 @@ async def test_answers_that_did_not_come_from_the_cache_are_no_evidence() -> Non
 
 async def test_what_fails_by_its_texts_costs_no_answers() -> None:
     application = CachingApplication()
-    gate = Gate({"int8": ["int8_prefix_caching"]}, wanted_answers(application.overview()))
+    gate = Gate({"int8": ["int8_prefix_caching"]}, wanted_answers(application.overview()), ["none"] * 24)
     gate.texts = [TextFidelity("int8", text, 300, 0.2, 0.99, 0.0, 0.0, 1.0) for text in range(24)]
     assert gate.to_answer == {}
     assert [one.outcome for one in gate.evidence()] == ["fail"]
@@ -80,7 +81,7 @@ async def test_what_fails_by_its_texts_costs_no_answers() -> None:
 async def test_no_time_leaves_what_was_read() -> None:
     gate = Gate({"int8": ["int8"]})
     async with client_of(CachingApplication()) as client:
-        assert "no time for all of its texts" in str(await gate.read(client, "m", "fp16", 400, 0.05))
+        assert "no time for all of its texts" in str(await gate.read(client, "m", "fp16", texts_to_read(400, 0), 0.05))
     assert len(gate.texts) < 400
 
 
@@ -95,7 +96,7 @@ def test_one_mode_of_each_lossy_engine_is_asked_unless_it_was_judged() -> None:
     assert lossy_engines(modes, {"gptq"}) == {"int8": ["int8", "int8_more"]}
     assert (reference_of(modes, "fp16"), reference_of(modes[:1], "fp16")) == ("plain", None)
     texts = [TextFidelity("int8", text, 300, 0.001, 0.99, 0.0, 0.0, 1.0) for text in range(24)]
-    found = evidence_of(texts, lossy_engines(modes, ()))
+    found = evidence_of(texts, lossy_engines(modes, ()), ["none"] * 24)
     assert [(one.mode, one.outcome) for one in found] == [("int8", "pass"), ("int8_more", "pass")]
 
 
@@ -128,5 +129,26 @@ def test_a_quick_calibration_reads_enough_to_judge(kl_nats: float, outcome: str)
     assert 3 * sum(map(len, texts)) / 450 < 0.25 * 540
     noise = [0.004 * (-1) ** index for index in range(len(texts))]
     read = [TextFidelity("int8", n, 120, kl_nats + more, 0.95, 0.0, 0.0, 1.0) for n, more in enumerate(noise)]
-    (found,) = evidence_of(read, {"int8": ["int8"]})
+    (found,) = evidence_of(read, {"int8": ["int8"]}, ["none"] * len(texts))
     assert found.outcome == outcome
+
+
+def test_a_full_calibration_judges_tags_apart() -> None:
+    """What strays on code only fails there, and a mode's own answers count wherever its texts pass."""
+    texts = texts_to_read(20, 20)
+    scopes = [text.scope for text in texts]
+    assert {scope: scopes.count(scope) for scope in scopes} == {"none": 20, "rewriting": 20, "code": 20}
+    tagged = [text for text in texts if text.scope != "none"]
+    assert [tag_of(text.text).tag.value for text in tagged] == [text.scope for text in tagged]
+    engines = {"int8": ["int8", "int8_prefix_caching"]}
+    gate = Gate(engines, {"int8_prefix_caching": Wanted("int8", True, None)}, scopes)
+    gate.texts = [
+        TextFidelity("int8", n, 120, 0.2 if scope == "code" else 0.01, 0.9, 0.0, 0.0, 1.0)
+        for n, scope in enumerate(scopes)
+    ]
+    gate.answers = {"int8_prefix_caching": [Divergence(0.01, 0.9)] * 20}
+    found = {(one.mode, one.scope, one.metric): one.outcome.value for one in gate.evidence()}
+    for mode in engines["int8"]:
+        assert [found[mode, scope, KL] for scope in ("none", "rewriting", "code")] == ["pass", "pass", "fail"]
+    assert found["int8_prefix_caching", "rewriting", GENERATED_KL] == "pass"
+    assert not any(mode == "int8" and metric == GENERATED_KL for mode, _, metric in found)
