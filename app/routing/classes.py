@@ -42,23 +42,30 @@ class Shape(StrEnum):
     LONG = "long"
 
 
+# Reading a member from its enumeration takes ten times as long as reading a global.
+SHORT, BETWEEN, LONG = Shape
+LOW, MEDIUM, HIGH = BatchPressure
+BATCHED, SHARED_PREFIX, MEMORY_PRESSURE, DECODE_HEAVY, PREFILL_HEAVY, STANDARD = RequestClass
+_MATHEMATICS = Tag.MATHEMATICS
+
+
 def prompt_shape(prompt_tokens: int) -> Shape:
     if prompt_tokens < PROMPT_SHORT_BELOW_TOKENS:
-        return Shape.SHORT
-    return Shape.LONG if prompt_tokens >= PROMPT_LONG_FROM_TOKENS else Shape.BETWEEN
+        return SHORT
+    return LONG if prompt_tokens >= PROMPT_LONG_FROM_TOKENS else BETWEEN
 
 
 def output_shape(output_tokens: int) -> Shape:
     if output_tokens <= OUTPUT_SHORT_UP_TO_TOKENS:
-        return Shape.SHORT
-    return Shape.LONG if output_tokens >= OUTPUT_LONG_FROM_TOKENS else Shape.BETWEEN
+        return SHORT
+    return LONG if output_tokens >= OUTPUT_LONG_FROM_TOKENS else BETWEEN
 
 
 def batch_pressure(batch_size: int, medium: int = 2, high: int = 4) -> BatchPressure:
     """Pressure of `batch_size` concurrent requests, this one included (paper: 2 medium, 4 high)."""
     if batch_size >= high:
-        return BatchPressure.HIGH
-    return BatchPressure.MEDIUM if batch_size >= medium else BatchPressure.LOW
+        return HIGH
+    return MEDIUM if batch_size >= medium else LOW
 
 
 def prefill_score(prompt_tokens: int, output_tokens: int, memory_pressure: bool) -> int:
@@ -83,7 +90,7 @@ def prefill_score(prompt_tokens: int, output_tokens: int, memory_pressure: bool)
         score -= 15
     if memory_pressure:
         score += 5
-    return min(100, max(0, score))
+    return score if score > 0 else 0
 
 
 def classify(
@@ -96,14 +103,14 @@ def classify(
     score: int,
 ) -> RequestClass:
     """The request's class; the first that applies, in the order of `RequestClass`."""
-    if pressure is BatchPressure.HIGH:
-        return RequestClass.BATCHED
+    if pressure is HIGH:
+        return BATCHED
     if shared_prefix:
-        return RequestClass.SHARED_PREFIX
+        return SHARED_PREFIX
     if memory_pressure:
-        return RequestClass.MEMORY_PRESSURE
-    if output_tokens >= OUTPUT_LONG_FROM_TOKENS or tag is Tag.MATHEMATICS:
-        return RequestClass.DECODE_HEAVY
+        return MEMORY_PRESSURE
+    if output_tokens >= OUTPUT_LONG_FROM_TOKENS or tag is _MATHEMATICS:
+        return DECODE_HEAVY
     if tag in _READING or prompt_tokens >= PROMPT_LONG_FROM_TOKENS or score > PREFILL_HEAVY_ABOVE_SCORE:
-        return RequestClass.PREFILL_HEAVY
-    return RequestClass.STANDARD
+        return PREFILL_HEAVY
+    return STANDARD

@@ -26,6 +26,9 @@ class OutputSource(StrEnum):
     ASSUMED = "assumed"
 
 
+_PREDICTED = OutputSource.PREDICTED
+
+
 class OutputPrediction(NamedTuple):
     tokens: int
     source: OutputSource
@@ -76,12 +79,9 @@ class OutputLengthPredictor:
         """Expected output tokens, at least 1 and at most `max_tokens`."""
         lengths = self._known(tag, shape, max_tokens)
         if lengths is not None:
-            tokens = max(1, round(lengths.mean))
-            return OutputPrediction(
-                tokens if max_tokens is None else max(1, min(tokens, max_tokens)), OutputSource.PREDICTED
-            )
+            return OutputPrediction(_possible(round(lengths.mean), max_tokens), _PREDICTED)
         if max_tokens is not None:
-            return OutputPrediction(max(1, max_tokens), OutputSource.MAX_TOKENS)
+            return OutputPrediction(_possible(max_tokens, None), OutputSource.MAX_TOKENS)
         return OutputPrediction(UNKNOWN_OUTPUT_TOKENS, OutputSource.ASSUMED)
 
     def _known(self, tag: Tag, shape: Shape, max_tokens: int | None) -> _Lengths | None:
@@ -92,6 +92,13 @@ class OutputLengthPredictor:
                 return lengths
         # Fewer samples than wanted, of all kinds together, are still better than max_tokens.
         return lengths
+
+
+def _possible(tokens: int, max_tokens: int | None) -> int:
+    """At least 1 and at most `max_tokens`."""
+    if max_tokens is not None and tokens > max_tokens:
+        tokens = max_tokens
+    return tokens if tokens > 1 else 1
 
 
 def _kinds(tag: Tag, shape: Shape, max_tokens: int | None) -> tuple[_Kind, ...]:

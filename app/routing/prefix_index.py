@@ -111,7 +111,9 @@ class RecentPrefixes:
         """Blocks of the longest recorded prefix of the prompt."""
         hashes = chain.hashes
         matched = _longest(hashes, self._young)
-        return max(matched, _longest(hashes, self._old)) if matched < len(hashes) else matched
+        if self._old and matched < len(hashes):
+            matched = max(matched, _longest(hashes, self._old))
+        return matched
 
 
 def _longest(hashes: list[int], known: set[int]) -> int:
@@ -185,5 +187,8 @@ class PrefixIndex:
 
 
 def _tokens(chain: PromptChain, blocks: int, prompt_tokens: int) -> int:
+    if not blocks:
+        return 0
+    tokens = prompt_tokens * chain.covered(blocks) // chain.total
     # An engine computes at least the last token of a prompt, so never all of it is cached.
-    return min(prompt_tokens - 1, prompt_tokens * chain.covered(blocks) // chain.total) if blocks else 0
+    return tokens if tokens < prompt_tokens else prompt_tokens - 1

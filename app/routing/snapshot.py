@@ -86,14 +86,30 @@ class Snapshot(JsonRecord, frozen=True, kw_only=True):
 
     def total_load(self) -> int:
         """Requests on the device."""
-        total = 0
-        for view in self.engines.values():
-            total += self.load(view)
-        return total
+        return sum(self.loads().values())
+
+    def loads(self) -> dict[str, int]:
+        """`load` of every engine, by name."""
+        # Written out, because it runs for every request, and again for every decision.
+        stale_after_s = self.stale_after_s
+        loads = {}
+        for name, view in self.engines.items():
+            load = view.in_flight
+            if view.age_s <= stale_after_s:
+                reported = view.running + view.waiting
+                if reported > load:
+                    load = reported
+            loads[name] = load
+        return loads
 
     def kv_use(self) -> float:
         """KV-cache use of the fullest engine whose report is fresh, 0 to 1."""
-        return max([v.kv_use for v in self.engines.values() if v.age_s <= self.stale_after_s], default=0.0)
+        stale_after_s = self.stale_after_s
+        fullest = 0.0
+        for view in self.engines.values():
+            if view.kv_use > fullest and view.age_s <= stale_after_s:
+                fullest = view.kv_use
+        return fullest
 
     def device_free_share(self) -> float | None:
         """Free share of device memory, 0 to 1; None where it is unknown."""

@@ -42,6 +42,7 @@ _REWRITING = ("rewrite", "rephrase", "paraphrase", "proofread", " the grammar", 
 _CODE = ("def ", "function", "import ")
 _MATHEMATICS = ("solve ", "calculate", "how m", "equation", "integral", "prove that")
 _DIGIT = re.compile(r"\d")
+_ASCII_DIGITS = tuple("0123456789")
 _OPTION = re.compile(r"^[ \t]*\(?([a-d])[).:][ \t]", re.MULTILINE)
 
 
@@ -93,14 +94,29 @@ def detect(text: str) -> Tag:
             return Tag.CODE
     if "\\" in window and "\\frac" in window:
         return Tag.MATHEMATICS
-    for word in _MATHEMATICS:
-        if word in window:
-            # "How many of you like tea" is no calculation: a problem gives numbers or formulas.
-            return Tag.MATHEMATICS if "=" in window or _DIGIT.search(window) else Tag.NONE
+    # "How many of you like tea" is no calculation: a problem gives numbers or formulas.
+    if _gives_figures(window):
+        for word in _MATHEMATICS:
+            if word in window:
+                return Tag.MATHEMATICS
     return Tag.NONE
 
 
+def _gives_figures(window: str) -> bool:
+    if "=" in window:
+        return True
+    if not window.isascii():
+        return _DIGIT.search(window) is not None
+    for digit in _ASCII_DIGITS:  # noqa: SIM110 (a generator takes longer than all ten searches)
+        if digit in window:
+            return True
+    return False
+
+
 def _offers_options(window: str) -> bool:
+    # Three options are three lines.
+    if window.count("\n") < 2:
+        return False
     if "b)" not in window and "b. " not in window and "\nb" not in window:
         return False
     options = {match.group(1) for match in _OPTION.finditer(window)}

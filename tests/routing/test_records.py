@@ -160,6 +160,7 @@ def test_a_stale_report_is_not_counted_on(snapshot: Callable[..., Snapshot]) -> 
     assert live.stale(view)
     assert live.load(view) == 1
     assert live.kv_use() == 0.0
+    assert live.loads() == {name: live.load(found) for name, found in live.engines.items()}
     assert live.total_load() == 1
 
 

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +29,32 @@ from app.routing.tags import MAX_LABEL_CHARS, Tag, detect, normalise_label, tag_
 )
 def test_detects_the_kind_of_work(text: str, tag: Tag) -> None:
     assert detect(text) is tag
+
+
+PIECES = (
+    *("rewrite", "Paraphrase", " the grammar", "def ", "function", "```", "`", "#include", "#", "\\frac", "solve "),
+    *("how many", "prove that", "= 3", "3", "٣", "é", "\n", "\nA) x", "\nB. y", "\n(c) z", "\n d: w", "b. ", "tea "),
+)
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def test_shortcuts_find_what_looking_for_everything_finds(text: str) -> None:
+    window = text.lower()
+    options = set(re.findall(r"^[ \t]*\(?([a-d])[).:][ \t]", window, re.MULTILINE))
+    hinted = any(hint in window for hint in ("b)", "b. ", "\nb"))
+    if hinted and (options >= set("abc") or options >= set("bcd")):
+        expected = Tag.MULTIPLE_CHOICE
+    elif any(word in window for word in ("rewrite", "paraphrase", " the grammar")):
+        expected = Tag.REWRITING
+    elif any(word in window for word in ("```", "#include", "def ", "function")):
+        expected = Tag.CODE
+    elif "\\frac" in window or (
+        any(word in window for word in ("solve ", "how m", "prove that")) and re.search(r"=|\d", window)
+    ):
+        expected = Tag.MATHEMATICS
+    else:
+        expected = Tag.NONE
+    assert detect(text) is expected
 
 
 def test_looks_at_both_ends_of_a_long_text() -> None:

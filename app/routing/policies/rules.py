@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from app.routing.classes import PREFILL_HEAVY_ABOVE_SCORE, BatchPressure, Shape
+from app.routing.classes import BETWEEN, HIGH, LONG, PREFILL_HEAVY_ABOVE_SCORE, SHORT, Shape
 from app.routing.decision import Decision, Ineligible, LostBy, Outcome
 from app.routing.eligibility import Eligibility, refusal
 from app.routing.features import RequestFeatures
@@ -36,10 +36,8 @@ def _shapes(prompt: Shape, output: Shape) -> Callable[[RequestFeatures], bool]:
     return applies
 
 
-SHORT, BETWEEN, LONG = Shape.SHORT, Shape.BETWEEN, Shape.LONG
-
 RULES: tuple[Rule, ...] = (
-    Rule("batched", lambda f: f.batch_pressure is BatchPressure.HIGH, "int8_continuous_batching"),
+    Rule("batched", lambda f: f.batch_pressure is HIGH, "int8_continuous_batching"),
     Rule("shared prefix", lambda f: f.shared_prefix, "gptq_prefix_caching"),
     Rule("memory pressure", lambda f: f.memory_pressure, "gptq"),
     Rule("multiple choice or benchmark", lambda f: f.tag in (Tag.MULTIPLE_CHOICE, Tag.BENCHMARK), "int8"),
