@@ -16,7 +16,7 @@ from app.routing.decision import Decision, Outcome
 from app.routing.mode_info import ModeInfo
 from app.routing.policies import Policy, make_policy
 from app.routing.policies.cost import CostPolicy
-from app.routing.policies.engine_load import EngineLoad, Interference, engine_loads
+from app.routing.policies.engine_load import EngineLoad, Hindrance, engine_loads, hindrance
 from app.routing.policies.learned import LearnedPolicy, Predictor
 from app.routing.policies.prediction import predict
 from app.routing.policies.static import StaticPolicy
@@ -173,7 +173,7 @@ class Replay:
         self._verify = verify
         self._predictor = predictor
         self._setups: dict[object, _Setup] = {}
-        self._interference: Interference = {} if defaults.profile is None else defaults.profile.interference
+        self._hindrance: Hindrance = {} if defaults.profile is None else hindrance(defaults.profile.interference)
 
     def add(self, row: Row) -> None:
         """Replays one row into the tally; a damaged one is counted there."""
@@ -193,7 +193,7 @@ class Replay:
 
     def _ask_all(self, logged: LoggedDecision, setup: "_Setup") -> None:
         tally = self.tally
-        costs = _Costs(logged, setup.coefficients, self._interference)
+        costs = _Costs(logged, setup.coefficients, self._hindrance)
         for name, policy in setup.asked.items():
             _ask(tally.policies[name], policy, logged, costs)
         if self._verify:
@@ -330,18 +330,18 @@ class _Costs:
     All policies share what they are worked out from, which takes longer than most decisions.
     """
 
-    __slots__ = ("_coefficients", "_engines", "_interference", "_known", "_logged")
+    __slots__ = ("_coefficients", "_engines", "_hindrance", "_known", "_logged")
 
     def __init__(
-        self, logged: LoggedDecision, coefficients: Mapping[str, ModeCoefficients], interference: Interference
+        self, logged: LoggedDecision, coefficients: Mapping[str, ModeCoefficients], hindrance: Hindrance
     ) -> None:
-        self._logged, self._coefficients, self._interference = logged, coefficients, interference
+        self._logged, self._coefficients, self._hindrance = logged, coefficients, hindrance
         self._engines: Mapping[str, EngineLoad] | None = None
         self._known: dict[str, Cost | None] = {}
 
     def engines(self) -> Mapping[str, EngineLoad]:
         if self._engines is None:
-            self._engines = engine_loads(self._logged.features, self._logged.snapshot, self._interference)
+            self._engines = engine_loads(self._logged.features, self._logged.snapshot, self._hindrance)
         return self._engines
 
     def note(self, decision: Decision) -> None:

@@ -36,6 +36,7 @@ class Curve:
 class ModeCoefficients:
     """One deployed mode's coefficients. Unknown is None.
 
+    `runs_as` is the first of the modes on its engine that were measured alike: all of them take as long as that one.
     `step_ms[b]` is for b sequences, 0 <= b <= MAX_BATCH; `step_growth_ms[b]` is what the b-th adds to the others' step.
     """
 
@@ -48,6 +49,7 @@ class ModeCoefficients:
         "prefill_j",
         "prefill_ms",
         "prefill_ms_per_token",
+        "runs_as",
         "step_growth_ms",
         "step_ms",
         "steps_per_token",
@@ -55,8 +57,9 @@ class ModeCoefficients:
         "wake_ms",
     )
 
-    def __init__(self, mode: ModeInfo, measured: ModeProfile) -> None:
+    def __init__(self, mode: ModeInfo, measured: ModeProfile, runs_as: ModeInfo | None = None) -> None:
         self.mode = mode
+        self.runs_as = runs_as or mode
         self.prefill_ms = Curve(measured.prefill_ms)
         last_tokens, last_ms = measured.prefill_ms[-1]
         self.prefill_ms_per_token = last_ms / last_tokens
@@ -79,4 +82,18 @@ class ModeCoefficients:
 
 def compile_profile(profile: Profile, modes: Iterable[ModeInfo]) -> dict[str, ModeCoefficients]:
     """Coefficients of every deployed mode that the profile has, by mode name."""
-    return {mode.name: ModeCoefficients(mode, profile.modes[mode.name]) for mode in modes if mode.name in profile.modes}
+    found: dict[str, ModeCoefficients] = {}
+    for mode in modes:
+        measured = profile.modes.get(mode.name)
+        if measured is not None:
+            alike = (known.mode for known in found.values() if _run_alike(known.mode, mode, profile))
+            found[mode.name] = ModeCoefficients(mode, measured, next(alike, None))
+    return found
+
+
+def _run_alike(one: ModeInfo, other: ModeInfo, profile: Profile) -> bool:
+    # What speculation is accepted is learned for each mode.
+    if one.engine != other.engine or one.speculative or other.speculative:
+        return False
+    apart = {"peak_memory_bytes": None}
+    return profile.modes[one.name].model_copy(update=apart) == profile.modes[other.name].model_copy(update=apart)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+
+import msgspec
 
 from app.routing.coefficients import MAX_BATCH, ModeCoefficients
-from app.routing.policies.engine_load import EngineLoad, Interference
+from app.routing.policies.engine_load import EngineLoad, Hindrance
 from app.routing.policies.prediction import Prediction, accepted_per_step
 from app.routing.snapshot import EngineView, Snapshot
 
@@ -35,7 +36,7 @@ def one_engine(
     engines: Mapping[str, EngineLoad],
     known: Mapping[str, ModeCoefficients],
     snapshot: Snapshot,
-    interference: Interference,
+    hindrance: Hindrance,
 ) -> str | None:
     """The engine that all work should go to from this request on; None when it is better spread, or goes there anyway.
 
@@ -43,57 +44,54 @@ def one_engine(
     the modes that may serve it, the best first. known: coefficients by engine. All but this one are taken to be as
     requests are lately, decoded in the batches that they would make.
     """
+    here = best.mode.engine
     loads = {name: engine.load for name, engine in engines.items() if engine.load}
     own_ms: dict[str, float] = {}
     for found in predictions:
         own_ms.setdefault(found.mode.engine, found.latency_ms)
-    here = best.mode.engine
     if not {*loads, here} <= known.keys():
         return None
     usual = {name: usual_request(known[name], engines[name].view, snapshot) for name in {**own_ms, **loads}}
+
+    def usual_ms(name: str, requests: float) -> float:
+        return time_ms(known[name], usual[name], requests, engines[name].view)
+
     if not loads:
-        each_ms = {
-            name: time_ms(known[name], usual[name], 1.0 + company, engines[name].view) / (1.0 + company)
-            for name in own_ms
-        }
-        begun = {name: own_ms[name] + company * _joining_ms(name, each_ms, interference) for name in own_ms}
-        chosen = min(begun, key=begun.__getitem__)
-        return chosen if begun[chosen] < begun[here] else None
+        each_ms = {name: usual_ms(name, 1.0 + company) / (1.0 + company) for name in own_ms}
+        begun_ms = {name: own_ms[name] + company * _joining_ms(name, each_ms, hindrance) for name in own_ms}
+        chosen = min(begun_ms, key=begun_ms.__getitem__)
+        return chosen if begun_ms[chosen] < begun_ms[here] else None
     present = max(loads, key=loads.__getitem__)
     loads[here] = loads.get(here, 0) + 1
     requests = sum(loads.values())
     growth = (requests + company) / requests
-    together = {name: time_ms(known[name], usual[name], requests * growth, engines[name].view) for name in own_ms}
-    chosen = min(together, key=together.__getitem__)
+    together_ms = {name: usual_ms(name, requests * growth) for name in own_ms}
+    chosen = min(together_ms, key=together_ms.__getitem__)
     # It stays where most of the work is unless another engine is clearly better.
-    if together.get(present, math.inf) <= _CLEARLY * together[chosen]:
+    if together_ms.get(present, math.inf) <= _CLEARLY * together_ms[chosen]:
         chosen = present
+    if chosen == here:
+        return None
     # Engines that run at once share the device: each takes its own time, slowed by the others, all at the same time.
     spread_ms = 0.0
     for name, load in loads.items():
-        slowdown = 1.0
-        if len(loads) > 1:
-            others = interference.get(name, {})
-            for other in loads:
-                if other != name:
-                    slowdown += others.get(other, 1.0) - 1.0
-        spread_ms += slowdown * time_ms(known[name], usual[name], load * growth, engines[name].view)
-    return chosen if chosen != here and together[chosen] < spread_ms / len(loads) else None
+        others = hindrance.get(name, {})
+        slowdown = 1.0 + sum(others[other][0] for other in loads if other in others)
+        spread_ms += slowdown * usual_ms(name, load * growth)
+    return chosen if together_ms[chosen] < spread_ms / len(loads) else None
 
 
-def _joining_ms(begun: str, each_ms: Mapping[str, float], interference: Interference) -> float:
+def _joining_ms(begun: str, each_ms: Mapping[str, float], hindrance: Hindrance) -> float:
     """What a later request takes of everybody's time when `begun` is at work: on that engine, or beside it."""
-    hindered = interference.get(begun, {})
-    least = math.inf
+    beside = hindrance.get(begun, {})
+    least_ms = each_ms[begun]
     for name, own_ms in each_ms.items():
         if name != begun:
-            own_ms *= interference.get(name, {}).get(begun, 1.0) + hindered.get(name, 1.0) - 1.0
-        if own_ms < least:
-            least = own_ms
-    return least
+            least_ms = min(least_ms, own_ms * (1.0 + sum(beside.get(name, ()))))
+    return least_ms
 
 
-class UsualRequest(NamedTuple):
+class UsualRequest(msgspec.Struct, frozen=True, gc=False):
     """A request of the usual size on one engine, with the engine's corrections."""
 
     prompt_ms: float
@@ -112,8 +110,10 @@ def usual_request(known: ModeCoefficients, view: EngineView, snapshot: Snapshot)
     Speculation makes several tokens in a step of one kind of text and none of another, so the mixture decides.
     """
     mode, corrections, shares = known.mode, snapshot.corrections, snapshot.mean_output_shares
-    correction = corrections.get(mode.engine, 1.0) if corrections else 1.0
-    prompt_tokens = snapshot.mean_prompt_tokens - (snapshot.mean_seen_tokens if mode.prefix_reuse else 0.0)
+    correction = corrections.get(mode.engine, 1.0)
+    prompt_tokens = snapshot.mean_prompt_tokens
+    if mode.prefix_reuse:
+        prompt_tokens -= snapshot.mean_seen_tokens
     prompt_ms = known.prefill_ms_per_token * prompt_tokens * correction
     if not shares or not (corrections or mode.speculative):
         default = known.steps_per_token(known.accepted_default) if mode.speculative else 1.0

@@ -17,7 +17,7 @@ from app.routing.eligibility import Eligibility, refusal
 from app.routing.features import Objective, RequestFeatures
 from app.routing.mode_info import ModeInfo
 from app.routing.policies.consolidation import expected_company, one_engine
-from app.routing.policies.engine_load import EngineLoad, engine_loads
+from app.routing.policies.engine_load import EngineLoad, engine_loads, hindrance
 from app.routing.policies.prediction import Prediction, predict
 from app.routing.policies.rules import RULES, RulesPolicy
 from app.routing.profile import Profile
@@ -26,6 +26,10 @@ from app.routing.snapshot import Snapshot
 
 _Ranked = tuple[int, float, Prediction]
 """Rank first (0 is what the objective wants), then the score, lower is better."""
+_BY_RANK = itemgetter(0, 1)
+_BY_SCORE = itemgetter(1)
+# Reading a member from its enumeration takes ten times as long as reading a global.
+_LATENCY, _WEIGHTED = Objective.LATENCY, Objective.WEIGHTED
 
 
 class CostPolicy:
@@ -35,7 +39,7 @@ class CostPolicy:
         "_by_engine",
         "_coefficients",
         "_eligibility",
-        "_interference",
+        "_hindrance",
         "_profile_version",
         "_rules",
         "_settings",
@@ -56,7 +60,7 @@ class CostPolicy:
             if known.mode.engine not in self._by_engine or known.mode.prefix_reuse:
                 self._by_engine[known.mode.engine] = known
         self._profile_version = None if profile is None else profile.version
-        self._interference = {} if profile is None else profile.interference
+        self._hindrance = {} if profile is None else hindrance(profile.interference)
 
     def decide(
         self, features: RequestFeatures, snapshot: Snapshot, engines: Mapping[str, EngineLoad] | None = None
@@ -66,7 +70,7 @@ class CostPolicy:
             return self._leave_to_rules(features, snapshot)
         eligible, refused = self._eligibility.split(features, snapshot)
         if engines is None:
-            engines = engine_loads(features, snapshot, self._interference)
+            engines = engine_loads(features, snapshot, self._hindrance)
         predictions = self._predict(eligible, engines, features, snapshot)
         if len(predictions) < len(eligible):
             if not predictions:
@@ -79,7 +83,7 @@ class CostPolicy:
         if not predictions:
             return refusal(self.name, self._version, features, refused)
         ranked = self._rank(predictions, features)
-        if features.wishes.objective is not Objective.LATENCY:
+        if features.wishes.objective is not _LATENCY:
             return self._decision(ranked, features)
         best = ranked[0][2]
         company = expected_company(best, snapshot)
@@ -87,7 +91,7 @@ class CostPolicy:
             return self._decision(ranked, features)
         # By rank, an order that is the same in every process: of engines that are equally good the first is taken.
         found = [entry[2] for entry in ranked]
-        engine = one_engine(best, company, found, engines, self._by_engine, snapshot, self._interference)
+        engine = one_engine(best, company, found, engines, self._by_engine, snapshot, self._hindrance)
         if engine is None:
             return self._decision(ranked, features)
         kept = [entry for entry in ranked if entry[2].mode.engine == engine]
@@ -96,7 +100,7 @@ class CostPolicy:
     def predictions(self, features: RequestFeatures, snapshot: Snapshot) -> dict[str, Prediction]:
         """Predicted cost of every eligible mode that the profile has, by name: for replay and training."""
         eligible, _ = self._eligibility.split(features, snapshot)
-        engines = engine_loads(features, snapshot, self._interference)
+        engines = engine_loads(features, snapshot, self._hindrance)
         return {found.mode.name: found for found in self._predict(eligible, engines, features, snapshot)}
 
     def prediction(self, mode: str, features: RequestFeatures, snapshot: Snapshot) -> Prediction | None:
@@ -104,7 +108,7 @@ class CostPolicy:
         known = self._coefficients.get(mode)
         if known is None or known.mode.engine not in snapshot.engines:
             return None
-        return predict([known], engine_loads(features, snapshot, self._interference), features, snapshot)[0]
+        return predict([known], engine_loads(features, snapshot, self._hindrance), features, snapshot)[0]
 
     def _predict(
         self,
@@ -113,8 +117,9 @@ class CostPolicy:
         features: RequestFeatures,
         snapshot: Snapshot,
     ) -> list[Prediction]:
-        known = self._coefficients
-        return predict([known[mode.name] for mode in eligible if mode.name in known], engines, features, snapshot)
+        known_of = self._coefficients.get
+        known = [found for mode in eligible if (found := known_of(mode.name)) is not None]
+        return predict(known, engines, features, snapshot)
 
     def _within_energy(
         self,
@@ -145,14 +150,16 @@ class CostPolicy:
     def _rank(self, predictions: list[Prediction], features: RequestFeatures) -> list[_Ranked]:
         others = self._settings.others_weight
         objective = features.wishes.objective
-        if objective is Objective.LATENCY:
+        if objective is _LATENCY:
             ranked = [(0, p.latency_ms + others * p.others_ms, p) for p in predictions]
-        elif objective is Objective.WEIGHTED:
+            ranked.sort(key=_BY_SCORE)
+            return ranked
+        if objective is Objective.WEIGHTED:
             ranked = self._weigh(predictions, features)
         else:
             limit_ms = features.wishes.latency_limit_ms if objective is Objective.LIMIT else None
             ranked = [_by_energy(p, limit_ms) for p in predictions]
-        ranked.sort(key=itemgetter(0, 1))
+        ranked.sort(key=_BY_RANK)
         return ranked
 
     def _weigh(self, predictions: list[Prediction], features: RequestFeatures) -> list[_Ranked]:
@@ -238,11 +245,11 @@ def _by_energy(prediction: Prediction, limit_ms: float | None) -> _Ranked:
 def _lost_by(chosen: _Ranked, runner_up: _Ranked, objective: Objective) -> LostBy:
     if chosen[1] == runner_up[1] and chosen[0] == runner_up[0]:
         return LostBy.ORDER
-    if objective is Objective.WEIGHTED:
+    if objective is _WEIGHTED:
         return LostBy.SCORE
     if runner_up[0] == 2 and chosen[0] < 2:
         return LostBy.LATENCY_LIMIT
-    if chosen[0] == 0 and objective is not Objective.LATENCY:
+    if chosen[0] == 0 and objective is not _LATENCY:
         return LostBy.ENERGY
     better, worse = chosen[2], runner_up[2]
     differences = (

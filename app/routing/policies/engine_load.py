@@ -13,8 +13,23 @@ from app.routing.snapshot import EngineView, Residency, Snapshot
 Interference = Mapping[str, Mapping[str, float]]
 """`interference[engine][other]`: how many times slower `engine` is while `other` generates; 1 where unknown."""
 
+Hindrance = Mapping[str, Mapping[str, tuple[float, float]]]
+"""`hindrance[engine][other]`: the shares by which `engine` is slower while `other` generates, and `other` meanwhile."""
 
-class EngineLoad(msgspec.Struct, frozen=True):
+
+def hindrance(interference: Interference) -> Hindrance:
+    """Both directions of an interference together, as decisions read it."""
+    engines = interference.keys() | {other for others in interference.values() for other in others}
+
+    def share(engine: str, other: str) -> float:
+        return interference.get(engine, {}).get(other, 1.0) - 1.0
+
+    return {
+        one: {other: (share(one, other), share(other, one)) for other in engines if other != one} for one in engines
+    }
+
+
+class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     """One engine as a request that is about to join it finds it."""
 
     view: EngineView
@@ -34,42 +49,42 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """Share of time lost to the other active engines."""
     burden: float
     """Requests that run on other engines, each times its added share of time while this engine works."""
+    correction: float
+    """Observed/predicted latency of such a request here, as learned; 1 while nothing is."""
 
 
-def engine_loads(features: RequestFeatures, snapshot: Snapshot, interference: Interference) -> dict[str, EngineLoad]:
+def engine_loads(features: RequestFeatures, snapshot: Snapshot, hindrance: Hindrance) -> dict[str, EngineLoad]:
     """All engines of the snapshot, by name, as the request would find them."""
-    stale_after_s = snapshot.stale_after_s
-    loads = []
+    views = snapshot.engines
+    loads = snapshot.loads()
     active = []
-    for name, view in snapshot.engines.items():
-        load = view.in_flight
-        # As `Snapshot.load`, written out because it runs for every engine of every decision.
-        if view.age_s <= stale_after_s:
-            reported = view.running + view.waiting
-            if reported > load:
-                load = reported
-        left_tokens = 0.0
+    for name, load in loads.items():
+        if load:
+            most = views[name].max_running
+            if most > MAX_BATCH:
+                most = MAX_BATCH
+            active.append((name, load if load < most else most))
+    stale_after_s = snapshot.stale_after_s
+    corrections = snapshot.corrections
+    sequences = features.sequences
+    of_tag = ":" + features.tag
+    found = {}
+    for name, view in views.items():
+        load = loads[name]
         most = view.max_running if view.max_running < MAX_BATCH else MAX_BATCH
+        slowdown = burden = 0.0
+        if active:
+            others = hindrance.get(name, _NOTHING)
+            for other, running in active:
+                shares = others.get(other)
+                if shares is not None:
+                    slowdown += shares[0]
+                    burden += running * shares[1]
+        batch = load + sequences
+        wait_share = left_tokens = 0.0
         if load:
             # Both by the controller's count: the engine's has each sequence of a request.
             left_tokens = view.pending_output_tokens / (view.in_flight or load)
-            active.append((name, load if load < most else most, interference.get(name, _NOTHING)))
-        loads.append((name, view, load, most, left_tokens))
-    sequences = features.sequences
-    found = {}
-    for name, view, load, most, left_tokens in loads:
-        slowdown = 0.0
-        burden = 0.0
-        if active:
-            of_this = interference.get(name, _NOTHING)
-            for other, running, of_other in active:
-                if other != name:
-                    slowdown += of_this.get(other, 1.0) - 1.0
-                    burden += running * (of_other.get(name, 1.0) - 1.0)
-        full = load >= most
-        batch = load + sequences
-        wait_share = 0.0
-        if load:
             if batch > most:
                 wait_share = (batch - most) / most
             if view.kv_capacity_tokens and view.age_s <= stale_after_s:
@@ -78,20 +93,24 @@ def engine_loads(features: RequestFeatures, snapshot: Snapshot, interference: In
                 overflow = view.kv_use + tokens / view.kv_capacity_tokens - 1.0
                 if overflow > 0.0:
                     wait_share += min(1.0, overflow)
+        correction = 1.0
+        if corrections:
+            correction = corrections.get(name + of_tag, 0.0) or corrections.get(name, 1.0)
         found[name] = EngineLoad(
             view,
             load,
-            most if full else load,
+            load if load < most else most,
             batch if batch < most else most,
             wait_share,
             view.residency is not _RESIDENT,
             left_tokens,
             slowdown,
             burden,
+            correction,
         )
     return found
 
 
-_NOTHING: Mapping[str, float] = {}
+_NOTHING: Mapping[str, tuple[float, float]] = {}
 # Reading a member from its enumeration takes ten times as long as reading a global.
 _RESIDENT = Residency.RESIDENT

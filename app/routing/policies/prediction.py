@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from app.routing.coefficients import ModeCoefficients
 from app.routing.decision import CostTerms
@@ -20,7 +21,7 @@ UNKNOWN_WAKE_MS = 5_000.0
 """A wake-up nobody has measured: dear enough not to be tried while something else is awake."""
 
 
-class Prediction(msgspec.Struct, frozen=True):
+class Prediction(msgspec.Struct, frozen=True, gc=False):
     """Predicted latency of `mode` in milliseconds; fields as in `CostTerms`. Energy is worked out when asked for."""
 
     mode: ModeInfo
@@ -71,29 +72,34 @@ def predict(
 ) -> list[Prediction]:
     """The cost of serving the request with each mode on its engine as it is; in the order given.
 
-    One loop with everything that modes share outside it: this is most of what a decision costs.
+    One loop with everything that modes share outside it: this is most of what a decision costs. Modes that run alike
+    and compute as many tokens cost the same, and where they follow one another it is worked out once.
     """
     prompt_tokens = features.prompt_tokens
     output_tokens = features.expected_output_tokens
     sequences = features.sequences
-    tag = ":" + features.tag
     cached_tokens = features.cached_tokens
-    corrections = snapshot.corrections
-    found = []
+    found: list[Prediction] = []
+    before: Prediction | None = None
     for known in coefficients:
         mode = known.mode
-        engine = engines[mode.engine]
-        batch = engine.batch
         uncached_tokens = prompt_tokens
         if cached_tokens and mode.prefix_reuse:
             uncached_tokens = max(1, prompt_tokens - cached_tokens.get(mode.engine, 0))
+        if (
+            before is not None
+            and before.coefficients.runs_as is known.runs_as
+            and before.uncached_tokens == uncached_tokens
+        ):
+            found.append(replace(before, mode=mode, coefficients=known))
+            continue
+        engine = engines[mode.engine]
+        batch = engine.batch
         # The prefill yields the first token.
         steps = output_tokens - 1.0
         if mode.speculative:
             steps *= known.steps_per_token(accepted_per_step(known, engine.view, features.tag, snapshot))
-        correction = 1.0
-        if corrections:
-            correction = corrections.get(mode.engine + tag, 0.0) or corrections.get(mode.engine, 1.0)
+        correction = engine.correction
         prefill_ms = known.prefill_ms(uncached_tokens) * correction
         decode_ms = steps * known.step_ms[batch] * correction
         own_ms = prefill_ms + decode_ms
@@ -120,24 +126,23 @@ def predict(
         interference_ms = own_ms * engine.slowdown
         if engine.asleep:
             wake_ms = engine.view.wake_ms or known.wake_ms or UNKNOWN_WAKE_MS
-        found.append(
-            Prediction(
-                mode,
-                queue_ms + own_ms + interference_ms + wake_ms,
-                others_ms,
-                queue_ms,
-                prefill_ms,
-                decode_ms,
-                interference_ms,
-                wake_ms,
-                correction,
-                known,
-                uncached_tokens,
-                output_tokens,
-                sequences,
-                batch,
-            )
+        before = Prediction(
+            mode,
+            queue_ms + own_ms + interference_ms + wake_ms,
+            others_ms,
+            queue_ms,
+            prefill_ms,
+            decode_ms,
+            interference_ms,
+            wake_ms,
+            correction,
+            known,
+            uncached_tokens,
+            output_tokens,
+            sequences,
+            batch,
         )
+        found.append(before)
     return found
 
 

@@ -126,6 +126,47 @@ def test_sequences_of_one_request_are_decoded_in_one_batch(
     assert fp16(4, **full).queue_ms > 0.0
 
 
+@given(st.sampled_from(["step_ms", "prefill_j", "wake_ms", None]), st.integers(0, 3), st.integers(0, 90))
+def test_modes_of_an_engine_cost_the_same_only_if_they_were_measured_alike(
+    apart: str | None, load: int, cached: int
+) -> None:
+    """A mode's cost is shared with the next one of its engine, which must not show: each is as predicted by itself."""
+    measured = {
+        "prefill_ms": [[1, 5.0], [1001, 105.0]],
+        "step_ms": [[1, 20.0], [8, 34.0]],
+        "prefill_j": [[1, 4.0], [1001, 80.0]],
+        "decode_j_per_token": [[1, 4.0], [8, 1.0]],
+        "wake_ms": 10.0,
+        "peak_memory_bytes": 1000.0,
+    }
+    other = {"step_ms": [[1, 30.0], [8, 44.0]], "prefill_j": [[1, 8.0], [1001, 90.0]], "wake_ms": 700.0}
+    content = {
+        "schema_version": 1,
+        "version": "p",
+        "model": "m",
+        "hardware": "h",
+        "modes": {
+            "plain": measured,
+            "alias": measured | {"peak_memory_bytes": 1500.0} | ({apart: other[apart]} if apart else {}),
+            "reusing": measured,
+        },
+    }
+    modes = [ModeInfo(name, "one", "fp16", True, prefix_reuse=name == "reusing") for name in content["modes"]]
+    policy = CostPolicy(modes, RoutingSettings(), parse_profile(content, model="m", hardware="h"))
+    engine = EngineView(engine="one", in_flight=load, residency=Residency.RESIDENT if load else Residency.ASLEEP)
+    live = Snapshot(engines={"one": engine})
+    asked = RequestFeatures(prompt_tokens=100, expected_output_tokens=20, cached_tokens={"one": cached})
+    found = policy.predictions(asked, live)
+    assert found == {mode.name: policy.prediction(mode.name, asked, live) for mode in modes}
+
+    def cost(name: str) -> tuple[float, float | None]:
+        return found[name].latency_ms, found[name].energy_j()
+
+    differs = apart is not None and (apart != "wake_ms" or not load)
+    assert (cost("alias") != cost("plain")) == differs
+    assert (cost("reusing") != cost("plain")) == bool(cached)
+
+
 def test_what_is_left_of_a_request_is_left_of_each_of_its_sequences(features: Make, snapshot: Make) -> None:
     view = {"in_flight": 1, "running": 8, "max_running": 8, "pending_output_tokens": 50}
     (load, *_) = engine_loads(features(), snapshot(fp16=view), {}).values()
