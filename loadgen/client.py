@@ -6,10 +6,11 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+from aiohttp.abc import AbstractStreamWriter
 
 from loadgen.records import Outcome, RequestRecord
 from loadgen.sse import DONE, SseParser
@@ -53,6 +54,19 @@ class Call:
         return cls(json.dumps(sent).encode(), stream, path, {"content-type": "application/json"}, cancel_after_frames)
 
 
+class _Body(aiohttp.BytesPayload):
+    """A request's body, which knows when it went to the socket: the headers go with it, in one piece.
+
+    aiohttp's own signal for sent headers comes earlier, when they are put together, and costs each request more.
+    """
+
+    sent_at: float | None = None
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        self.sent_at = time.perf_counter()
+        await super().write_with_length(writer, content_length)
+
+
 class ServerFault(Exception):
     """The server answered, but not as the API says. Carries the outcome and, where given, its status and its code."""
 
@@ -93,13 +107,10 @@ class OpenAIClient:
         if not _ADDRESS.match(self.base_url):
             words = f"{self.base_url!r} is no address of a server: it begins as http://127.0.0.1:8000 does"
             raise ServerFault(Outcome.REFUSED, words)
-        trace = aiohttp.TraceConfig()
-        trace.on_request_headers_sent.append(_note_sent)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             headers=self._headers,
             timeout=self._timeout,
-            trace_configs=[trace],
             auto_decompress=False,
         )
         return self
@@ -124,13 +135,11 @@ class OpenAIClient:
         due, origin: time.perf_counter() values of the schedule and of the start of the run.
         """
         record = record if record is not None else RequestRecord()
-        sent = SimpleNamespace(at=None)
+        body = _Body(call.payload)
         start = time.perf_counter()
         record.sent_s = start - origin
         try:
-            async with self.session.post(
-                self.base_url + call.path, data=call.payload, headers=call.headers, trace_request_ctx=sent
-            ) as response:
+            async with self.session.post(self.base_url + call.path, data=body, headers=call.headers) as response:
                 _read_headers(record, response)
                 if not 200 <= response.status < 300:
                     raise _http_error(response.status, await response.read())
@@ -146,7 +155,7 @@ class OpenAIClient:
         finally:
             record.total_ms = _since_ms(start)
             if due is not None:
-                record.late_ms = ((sent.at or start) - due) * 1000
+                record.late_ms = ((body.sent_at or start) - due) * 1000
         return record
 
     async def get_json(self, path: str, *, timeout_s: float = 10.0) -> dict[str, Any]:
@@ -182,11 +191,6 @@ class OpenAIClient:
 def classify(error: BaseException) -> Outcome:
     """The outcome that an exception of the transport stands for."""
     return next((outcome for kind, outcome in _OUTCOME_OF if isinstance(error, kind)), Outcome.FAILED)
-
-
-async def _note_sent(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
-    if context.trace_request_ctx is not None:
-        context.trace_request_ctx.at = time.perf_counter()
 
 
 def _since_ms(start: float) -> float:

@@ -48,7 +48,7 @@ class RequestRecord:
     warmup: bool = False
     scheduled_s: float | None = None  # seconds from the start of the run; None in a closed loop
     sent_s: float = 0.0
-    late_ms: float | None = None  # headers handed to the socket, against the schedule
+    late_ms: float | None = None  # handed to the socket, against the schedule
     outcome: Outcome = Outcome.OK
     error: str | None = None
     error_code: str | None = None

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import socket
+import time
 
 import pytest
 from aiohttp import web
@@ -123,6 +124,19 @@ async def test_the_address_that_other_clients_want_will_do(null_url: str) -> Non
         with pytest.raises(ServerFault) as caught:
             await client.get_json("/v1/modes")
     assert caught.value.status == 404
+
+
+async def test_a_request_is_late_until_it_goes_to_the_socket(null_url: str) -> None:
+    """Putting the headers together comes first, and whatever the loop has to do before it writes them counts."""
+    async with OpenAIClient(null_url) as client:
+        await client.send(call(stream=False))  # so that there is a connection
+        due = time.perf_counter()
+        sending = asyncio.ensure_future(client.send(call(stream=False), due=due))
+        asyncio.get_running_loop().call_soon(time.sleep, 0.05)
+        record = await sending
+    assert record.outcome is Outcome.OK
+    assert record.late_ms is not None
+    assert 50.0 <= record.late_ms < record.total_ms
 
 
 async def test_cancelling_is_no_error(null_url: str) -> None:
