@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import typer
+import uvloop
 from aiohttp import web
 
 _TOKENS_PER_S = web.AppKey("tokens_per_s", float)
@@ -77,11 +78,12 @@ async def _begin(request: web.Request) -> web.StreamResponse:
 
 async def _send_tokens(request: web.Request, response: web.StreamResponse, count: int) -> None:
     rate = request.app[_TOKENS_PER_S]
+    frame = _frame(" word")
     begin = time.perf_counter()
     for index in range(count):
         if rate:
             await asyncio.sleep(max(0.0, begin + (index + 1) / rate - time.perf_counter()))
-        await response.write(_frame(" word"))
+        await response.write(frame)
 
 
 async def _stream(request: web.Request, body: Body) -> web.StreamResponse:
@@ -203,4 +205,5 @@ def register(app: typer.Typer) -> None:
         tokens_per_s: float = typer.Option(0.0, help="Pace of each stream; 0 sends all at once."),
     ) -> None:
         """Serve OpenAI requests without a model, to see what the client alone can do. Faults by model name."""
-        web.run_app(make_app(tokens_per_s), host=host, port=port, access_log=None)
+        loop = uvloop.new_event_loop()
+        web.run_app(make_app(tokens_per_s), host=host, port=port, access_log=None, loop=loop)

@@ -115,13 +115,13 @@ async def _load(plan: Plan, manner: Manner, found: Found, console: Console) -> N
 def _advance(bar: Bar, planned: int) -> Callable[[RequestRecord], None]:
     """Moves the bar once a second: a thread that draws it holds the interpreter while requests are due."""
     task = bar.add_task("requests", total=planned)
-    drawn_at = time.perf_counter()
+    ended, drawn_at = 0, time.perf_counter()
 
     def advance(record: RequestRecord) -> None:
-        nonlocal drawn_at
-        bar.advance(task)
+        nonlocal ended, drawn_at
+        ended += 1
         if time.perf_counter() - drawn_at > 1.0:
-            bar.refresh()
+            bar.update(task, completed=ended, refresh=True)
             drawn_at = time.perf_counter()
 
     return advance
