@@ -30,11 +30,9 @@ class Kept:
 
 
 @pytest.fixture
-def kept(service, monkeypatch):
-    telemetry = Kept()
-    monkeypatch.setattr(service, "_telemetry", telemetry)
-    monkeypatch.setattr(service._settlement, "_telemetry", telemetry)
-    return telemetry.values
+def kept(service):
+    service._telemetry = service._settlement._telemetry = Kept()
+    return service._telemetry.values
 
 
 def test_an_engine_that_is_not_ready_is_told_apart_from_one_that_is(service, kept):

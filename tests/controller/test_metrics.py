@@ -61,7 +61,7 @@ def knowledge():
 
 @pytest.fixture
 def told(service):
-    service._telemetry = Told()
+    service._telemetry = service._settlement._telemetry = Told()
     return service._telemetry
 
 
