@@ -31,6 +31,7 @@ from loadgen.calibration_plan import (
 from loadgen.calibration_profile import CalibrationFailed, make_profile, read_quality
 from loadgen.calibration_trials import Calibrator, TrialFailed
 from loadgen.client import Call, OpenAIClient, ServerFault
+from loadgen.console import results_console
 from loadgen.energy_facts import INCLUDE, EnergySource, offers_energy
 from loadgen.fitting import EngineSamples
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
@@ -288,7 +289,7 @@ def register(app: typer.Typer) -> None:
         seed: int = 0,
     ) -> None:
         """Measure every mode, write the profile that routing reads, and say whether routing is worth it here."""
-        console = Console()
+        console = results_console()
         budget = budget_s or (_FULL_BUDGET_S if full else _QUICK_BUDGET_S)
         found = Found()
         try:

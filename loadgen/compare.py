@@ -17,6 +17,7 @@ from rich.table import Table
 from loadgen.client import Call, OpenAIClient, ServerFault
 from loadgen.comparison import LIGHT, RULES, SATURATING, STATIC, rate_summary, sentences, training_rows
 from loadgen.comparison_run import BARE, DECISION, CompareRefused, ComparisonRuns, Found, Options, runs_of
+from loadgen.console import results_console
 from loadgen.energy_facts import accepts_include, energy_of, request_record
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.options import ApiKey
@@ -276,7 +277,7 @@ def register(app: typer.Typer) -> None:
         seed: int = 0,
     ) -> None:
         """Send one trace under each policy in turn, and say what choosing is worth against the best single mode."""
-        console = Console()
+        console = results_console()
         found = Found()
         try:
             known = load_recipe(recipe)

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from loadgen.client import OpenAIClient, ServerFault
+from loadgen.console import results_console
 from loadgen.energy_by_mode import Results, Spent, accounts, j_per_token, rows, table_of
 from loadgen.energy_facts import INCLUDE, EnergySource, offers_energy
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
@@ -164,7 +165,7 @@ def register(app: typer.Typer) -> None:
         seed: int = 0,
     ) -> None:
         """Joules per output token by mode, with the method that measured them, or `unknown`."""
-        console = Console()
+        console = results_console()
         if workload not in WORKLOADS:
             raise typer.BadParameter(f"no workload {workload!r}; there are: {', '.join(WORKLOADS)}")
         options = Options(

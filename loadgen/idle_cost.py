@@ -19,6 +19,7 @@ from rich.table import Table
 
 from app.launch import FAST_PATH
 from loadgen.client import OpenAIClient
+from loadgen.console import results_console
 from loadgen.process_tree import ProcessCost, measure
 from loadgen.records import OutputUnwritable, require_writable
 from loadgen.servers import StartFailed, answers, free_port, running, write_json
@@ -157,7 +158,7 @@ def register(app: typer.Typer) -> None:
         out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
     ) -> None:
         """CPU and memory of the application's process trees while idle, by engine and by process."""
-        console = Console()
+        console = results_console()
         roots = pid or ray_processes()
         try:
             earlier = None if minus is None else cpu_of(minus)

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
 
 from loadgen.benchmarks import NUMBER_PATTERN, BenchmarkUnreadable, Marking, Question, read_questions
+from loadgen.console import results_console
 from loadgen.lm_eval_samples import PREFERRED_FILTER
 
 PREFIX = "local_"
@@ -106,7 +106,7 @@ def register(app: typer.Typer) -> None:
         out: Annotated[Path, typer.Option(help="Folder for the tasks.")] = Path("results/lm-eval-tasks"),
     ) -> None:
         """Write lm-eval tasks for question files of yours; `quality --samples` judges what lm-eval then logs."""
-        console = Console()
+        console = results_console()
         try:
             tasks = [task_of(path, read_questions([path]), chat=chat, answer_tokens=answer_tokens) for path in files]
             names = [task["task"] for task in tasks]

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from loadgen.best_mode import Constraint, Constraints, Score, best_mode, safe_modes, score
 from loadgen.compared_choices import score_of_choices
+from loadgen.console import results_console
 from loadgen.oracle_table import OracleTable, ResultUnreadable, read_table
 from loadgen.records import OutputUnwritable
 from loadgen.servers import write_json
@@ -69,7 +69,7 @@ def register(app: typer.Typer) -> None:
         out: Annotated[Path | None, typer.Option(help="Write the choices and scores as JSON.")] = None,
     ) -> None:
         """The best mode of each workload or class, and what fixed modes and policies reach of it."""
-        console = Console()
+        console = results_console()
         try:
             table = read_table(result)
         except ResultUnreadable as error:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from loadgen.bare_server import EngineDescription, EngineUnknown, describe_engine
 from loadgen.client import OpenAIClient, ServerFault
+from loadgen.console import results_console
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.options import ApiKey
 from loadgen.overhead_report import compare, table_of
@@ -195,7 +196,7 @@ def register(app: typer.Typer) -> None:
         seed: int = 0,
     ) -> None:
         """Compare with vLLM's own server: same engine settings, interleaved, bare against itself as control."""
-        console = Console()
+        console = results_console()
         options = Options(
             base_url,
             api_key,

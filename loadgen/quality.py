@@ -13,6 +13,7 @@ from app.routing.tags import Tag
 from loadgen.answer_fidelity import measure_answers, wanted_answers
 from loadgen.benchmarks import BenchmarkUnreadable, Question, read_questions
 from loadgen.client import OpenAIClient, ServerFault
+from loadgen.console import results_console
 from loadgen.fidelity import (
     FidelityUnavailable,
     TextFidelity,
@@ -217,7 +218,7 @@ def register(app: typer.Typer) -> None:
         out: Annotated[Path, typer.Option(help="Folder for quality.json and the answers.")] = Path("results/quality"),
     ) -> None:
         """Judge lossy modes against the reference: accuracy, KL, likeness of text. Only `pass` makes one eligible."""
-        console = Console()
+        console = results_console()
         limits = Limits(accuracy_drop_max_points=accuracy_drop, kl_max_nats=kl_max)
         measured = Measured()
         interrupted, failed = False, False

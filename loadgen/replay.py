@@ -14,6 +14,7 @@ from rich.table import Table
 
 from loadgen import replay_ledger
 from loadgen.best_mode import Score
+from loadgen.console import results_console
 from loadgen.paper.figures import (
     Compared,
     against_graphs,
@@ -95,7 +96,7 @@ def register(app: typer.Typer) -> None:
         out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
     ) -> None:
         """Compute the paper's figures from its rows, then compare with what it prints; score policies on its table."""
-        console = Console()
+        console = results_console()
         try:
             tables = load_tables(tables_folder)
         except TablesDamaged as error:

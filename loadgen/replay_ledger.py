@@ -25,6 +25,7 @@ from app.routing.policies import POLICY_NAMES
 from app.routing.policies.learned import PredictorRefused
 from app.routing.profile import Profile
 from app.routing.settings import RoutingSettings
+from loadgen.console import results_console
 from loadgen.logged_decisions import LedgerUnreadable, RowRange, Shared, ranges, read_contexts, rows
 from loadgen.policy_replay import LEARNED, Defaults, PairedMean, Replay, Tally
 from loadgen.records import OutputUnwritable
@@ -297,7 +298,7 @@ def register(replay: typer.Typer) -> None:
 
         Exit status 1: with --verify some decision came out otherwise, or none could be verified.
         """
-        console = Console()
+        console = results_console()
         defaults = (*_DEFAULT_POLICIES, LEARNED) if trained_model else _DEFAULT_POLICIES
         names = _known(policy or (() if verify else defaults))
         if LEARNED in names and trained_model is None:

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 from loadgen.arrivals import RATE_SCHEDULES, Replayed
 from loadgen.balloon import Balloon, BalloonRefused, balloon
 from loadgen.client import OpenAIClient, ServerFault
+from loadgen.console import results_console
 from loadgen.energy_facts import EnergySource
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.kv_use import pressure_words, watched_kv_use
@@ -247,7 +248,7 @@ def register(app: typer.Typer) -> None:
         seed: int = 0,
     ) -> None:
         """Send a workload under an arrival process and measure what clients see."""
-        console = Console()
+        console = results_console()
         if cancel_fraction and not stream:
             raise typer.BadParameter("only a stream can be given up half-way", param_hint="--cancel-fraction")
         slo = Slo(slo_ttft_ms, slo_between_tokens_ms, slo_total_ms)

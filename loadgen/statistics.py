@@ -18,7 +18,9 @@ class Interval(NamedTuple):
     pairs: int
 
     def words(self, digits: int = 3) -> str:
-        return f"{self.estimate:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+        """One pair has no spread to tell."""
+        bounds = f"[{self.low:.{digits}f}, {self.high:.{digits}f}]" if self.pairs > 1 else "[one pair]"
+        return f"{self.estimate:.{digits}f} {bounds}"
 
 
 class Summary(NamedTuple):

@@ -12,6 +12,7 @@ from rich.console import Console
 from loadgen.calibration_plan import Engine
 from loadgen.calibration_trials import Calibrator
 from loadgen.client import OpenAIClient, ServerFault
+from loadgen.console import results_console
 from loadgen.decode_limit import decode_limits
 from loadgen.energy_facts import EnergySource, tells_energy
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
@@ -171,7 +172,7 @@ def register(app: typer.Typer) -> None:
         seed: int = 0,
     ) -> None:
         """Measure every mode on every workload and concurrency, until the intervals are narrow or the budget ends."""
-        console = Console()
+        console = results_console()
         workloads = workload or ["ss", "sl", "ls", "ll"]
         if unknown := [name for name in workloads if name not in WORKLOADS]:
             raise typer.BadParameter(f"no workload {unknown[0]!r}; there are: {', '.join(WORKLOADS)}")

@@ -14,6 +14,7 @@ from rich.table import Table
 from app.controller.trained_model import OnnxPredictor
 from app.routing.policies.learned import PredictorRefused
 from loadgen.best_mode import Constraints
+from loadgen.console import results_console
 from loadgen.interruption import EXIT_INTERRUPTED, signals_as_interrupts
 from loadgen.learners import (
     LEARNERS,
@@ -194,7 +195,7 @@ def register(app: typer.Typer) -> None:
         out: Annotated[Path, typer.Option(help="Folder for the models and train.json.")] = Path("results/train"),
     ) -> None:
         """Train routers on measured modes, judge them on unseen prompts, export them for the policy `learned`."""
-        console = Console()
+        console = results_console()
         learners = learner or list(LEARNERS)
         if unknown := set(learners) - set(LEARNERS):
             raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(LEARNERS)}")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from loadgen.console import results_console
 from loadgen.paper.tables import TablesDamaged, load_tables
 from loadgen.report.material import Material
 
@@ -61,7 +62,7 @@ def register(app: typer.Typer) -> None:
         paper: Annotated[bool, typer.Option("--paper", help="Draw the paper's own measurements instead.")] = False,
     ) -> None:
         """The paper's tables and figures from one's own results, as one HTML page and PNGs."""
-        console = Console()
+        console = results_console()
         try:
             _write(_material(results, paper), out, console)
         except ModuleNotFoundError as error:
