@@ -73,7 +73,19 @@ def start(model: Path | str, home: Path, *more: str, path: Path | None = None) -
     if path:
         environment["PYTHONPATH"] = str(path)
     command = [sys.executable, "-m", "app.engines.prepare", "--model", str(model), "--home", str(home), *more]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=_hear_interrupts,
+    )
+
+
+def _hear_interrupts() -> None:
+    """A shell starts what runs in the background, this test run maybe, with SIGINT ignored, and children inherit it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(model: Path | str, home: Path, *more: str, path: Path | None = None) -> tuple[int, str]:
