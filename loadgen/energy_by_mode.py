@@ -155,7 +155,4 @@ def table_of(found: Sequence[Row], reference: str) -> Table:
 
 
 def _interval(found: Interval | None) -> str:
-    if found is None:
-        return "unknown"
-    bounds = f"[{found.low:.3g}, {found.high:.3g}]" if found.pairs > 1 else "[one round]"
-    return f"{found.estimate:.3g} {bounds}"
+    return "unknown" if found is None else found.words(".3g")

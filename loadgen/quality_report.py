@@ -188,7 +188,7 @@ def likeness_table(found: Mapping[str, Mapping[str, Interval]]) -> Table:
     for mode in found:
         table.add_column(mode, justify="right")
     for name in dict.fromkeys(name for rows in found.values() for name in rows):
-        table.add_row(name, *(rows[name].words(4) if name in rows else "" for rows in found.values()))
+        table.add_row(name, *(rows[name].words(".4f") if name in rows else "" for rows in found.values()))
     return table
 
 

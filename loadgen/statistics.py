@@ -17,10 +17,10 @@ class Interval(NamedTuple):
     high: float
     pairs: int
 
-    def words(self, digits: int = 3) -> str:
-        """One pair has no spread to tell."""
-        bounds = f"[{self.low:.{digits}f}, {self.high:.{digits}f}]" if self.pairs > 1 else "[one pair]"
-        return f"{self.estimate:.{digits}f} {bounds}"
+    def words(self, form: str = ".3f") -> str:
+        """With figures in this form. One pair has no spread to tell."""
+        bounds = f"[{self.low:{form}}, {self.high:{form}}]" if self.pairs > 1 else "[one pair]"
+        return f"{self.estimate:{form}} {bounds}"
 
 
 class Summary(NamedTuple):

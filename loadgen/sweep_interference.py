@@ -59,7 +59,7 @@ class Interference:
         for name in ("engine", "beside", "times slower", "rounds"):
             table.add_column(name, justify="left" if name in ("engine", "beside") else "right")
         for (engine, other), interval in self.slowdowns().items():
-            table.add_row(engine, other, interval.words(2), str(interval.pairs))
+            table.add_row(engine, other, interval.words(".2f"), str(interval.pairs))
         return table
 
 

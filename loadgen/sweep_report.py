@@ -169,11 +169,11 @@ def _table(title: str, rows: Sequence[Row], columns: Mapping[str, Callable[[Row]
 
 
 def _ratio(quantity: Row) -> str:
-    return Interval(**quantity["ratio"]).words(2) if quantity["ratio"] else ""
+    return Interval(**quantity["ratio"]).words(".2f") if quantity["ratio"] else ""
 
 
 def _mean(quantity: Row) -> str:
-    return Interval(**quantity["mean"]).words(2) if quantity["mean"] else ""
+    return Interval(**quantity["mean"]).words(".2f") if quantity["mean"] else ""
 
 
 def _figure(value: float | None, scale: float = 1.0, form: str = ".3g", unit: str = "") -> str:

@@ -14,6 +14,22 @@ from app.controller.live_state import STALE_AFTER_S, residency
 from app.controller.service import Service
 from app.modes import CATALOGUE
 
+_NOT_FOR_TENANTS = frozenset(
+    {
+        "steps",
+        "prompt_tokens",
+        "generation_tokens",
+        "prefix_queries_tokens",
+        "prefix_hits_tokens",
+        "draft_tokens",
+        "accepted_tokens",
+        "preemptions",
+        "env",
+    }
+)
+"""What an engine did for all tenants together, less one's own, is what the others asked of it; and the operator's
+variables are nobody's business."""
+
 
 def models(service: Service, created_s: int) -> dict[str, Any]:
     """OpenAI's list of models: the served name, `auto`, and each mode as `<served>:<mode>`."""
@@ -32,23 +48,6 @@ def model(service: Service, name: str, created_s: int) -> dict[str, Any]:
     return _model(name, created_s, service)
 
 
-_VOLUMES = frozenset(
-    {
-        "steps",
-        "prompt_tokens",
-        "generation_tokens",
-        "prefix_queries_tokens",
-        "prefix_hits_tokens",
-        "draft_tokens",
-        "accepted_tokens",
-        "preemptions",
-        "env",
-    }
-)
-"""What an engine did for all tenants together, less one's own, is what the others asked of it; and the operator's
-variables are nobody's business."""
-
-
 async def modes(service: Service, only_of: str | None = None) -> dict[str, Any]:
     """All modes with their engine's state, the engines with load and memory, and the modes this platform lacks.
 
@@ -56,7 +55,7 @@ async def modes(service: Service, only_of: str | None = None) -> dict[str, Any]:
     """
     engines = await asyncio.gather(*(_engine(service, link) for link in service.links))
     if only_of is not None:
-        engines = [{name: told for name, told in engine.items() if name not in _VOLUMES} for engine in engines]
+        engines = [{name: told for name, told in engine.items() if name not in _NOT_FOR_TENANTS} for engine in engines]
     platform = service.settings.platform
     knowledge = service.router.policies.knowledge
     return {

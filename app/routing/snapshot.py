@@ -66,9 +66,10 @@ class Snapshot(JsonRecord, frozen=True, kw_only=True):
     mean_seen_tokens: float = 0.0
     mean_output_tokens: float = 0.0
     """What requests brought lately (see `traffic.py`); 0 while there were none."""
-    arrivals_per_s: float = 0.0
     mean_output_shares: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Which share of these output tokens was of which tag; empty where it is unknown."""
+    arrivals_per_s: float = 0.0
+    """Requests a second, lately."""
     corrections: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Observed/predicted latency by `engine` and by `engine:tag` (see `corrections.py`)."""
     accepted_per_step: Mapping[str, float] = msgspec.field(default_factory=dict)
@@ -78,18 +79,12 @@ class Snapshot(JsonRecord, frozen=True, kw_only=True):
         """The engine's report is too old to count on."""
         return view.age_s > self.stale_after_s
 
-    def load(self, view: EngineView) -> int:
-        """Requests on an engine: the controller's count, or the engine's where that is fresh and larger."""
-        if view.age_s > self.stale_after_s:
-            return view.in_flight
-        return max(view.in_flight, view.running + view.waiting)
-
     def total_load(self) -> int:
         """Requests on the device."""
         return sum(self.loads().values())
 
     def loads(self) -> dict[str, int]:
-        """`load` of every engine, by name."""
+        """Requests on every engine, by name: the controller's count, or the engine's where that is fresh and larger."""
         # Written out, because it runs for every request, and again for every decision.
         stale_after_s = self.stale_after_s
         loads = {}

@@ -36,7 +36,7 @@ def test_what_a_silent_engine_said_counts_no_longer(service, link, monkeypatch):
     def seen(now_s):
         snapshot = take_snapshot(service.links, now_s, 10)
         found = snapshot.engines[link.name]
-        return snapshot.load(found), snapshot.kv_use(), found.healthy, found.residency
+        return snapshot.loads()[found.engine], snapshot.kv_use(), found.healthy, found.residency
 
     assert seen(105.0) == (7, 0.9, True, Residency.RESIDENT)
     # Out of date, but not out of reach: the controller's own count stays.

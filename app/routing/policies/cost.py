@@ -154,7 +154,7 @@ class CostPolicy:
             ranked = [(0, p.latency_ms + others * p.others_ms, p) for p in predictions]
             ranked.sort(key=_BY_SCORE)
             return ranked
-        if objective is Objective.WEIGHTED:
+        if objective is _WEIGHTED:
             ranked = self._weigh(predictions, features)
         else:
             limit_ms = features.wishes.latency_limit_ms if objective is Objective.LIMIT else None

@@ -15,11 +15,12 @@ from app.routing.mode_info import ModeInfo
 from app.routing.policies.consolidation import time_ms, usual_request
 from app.routing.policies.cost import CostPolicy
 from app.routing.policies.static import StaticPolicy
-from app.routing.profile import Profile, parse_profile
+from app.routing.profile import Profile
 from app.routing.settings import RoutingSettings
 from app.routing.snapshot import EngineView, Snapshot
 from app.routing.tags import Tag
 from loadgen.routing_simulation import SimulatedRequest, simulate
+from tests.routing.profiles import profile_of
 
 Make = Callable[..., Any]
 MODES = (ModeInfo("fp16", "fp16", "fp16", lossless=True), ModeInfo("gptq", "gptq", "gptq", lossless=False))
@@ -28,20 +29,12 @@ SETTINGS = {"accepted_modes": frozenset({"gptq"})}
 
 def profile(slowdown: float) -> Profile:
     """A mode that reads fast and one that steps fast, as on a CPU without 16-bit arithmetic."""
-    return parse_profile(
+    return profile_of(
         {
-            "schema_version": 1,
-            "version": "p1",
-            "model": "m",
-            "hardware": "h",
-            "modes": {
-                "fp16": {"prefill_ms": [[64, 280], [512, 1750]], "step_ms": [[1, 62], [8, 210]]},
-                "gptq": {"prefill_ms": [[64, 480], [512, 3300]], "step_ms": [[1, 54], [8, 140]]},
-            },
-            "interference": {"fp16": {"gptq": slowdown}, "gptq": {"fp16": slowdown}},
+            "fp16": {"prefill_ms": [[64, 280], [512, 1750]], "step_ms": [[1, 62], [8, 210]]},
+            "gptq": {"prefill_ms": [[64, 480], [512, 3300]], "step_ms": [[1, 54], [8, 140]]},
         },
-        model="m",
-        hardware="h",
+        interference={"fp16": {"gptq": slowdown}, "gptq": {"fp16": slowdown}},
     )
 
 
@@ -126,22 +119,14 @@ SPECULATIVE = ModeInfo("speculative", "speculative", "fp16", lossless=True, spec
 def coefficients(**accepted: float) -> ModeCoefficients:
     """A speculative mode whose steps take 20 ms, and whose prompts take no time worth speaking of."""
     default = accepted.pop("default", 0.0)
-    found = parse_profile(
+    found = profile_of(
         {
-            "schema_version": 1,
-            "version": "p1",
-            "model": "m",
-            "hardware": "h",
-            "modes": {
-                "speculative": {
-                    "prefill_ms": [[1, 0.0], [2, 0.0]],
-                    "step_ms": [[1, 20.0], [2, 20.0]],
-                    "speculation": {"accepted_per_step": accepted, "default": default},
-                }
-            },
-        },
-        model="m",
-        hardware="h",
+            "speculative": {
+                "prefill_ms": [[1, 0.0], [2, 0.0]],
+                "step_ms": [[1, 20.0], [2, 20.0]],
+                "speculation": {"accepted_per_step": accepted, "default": default},
+            }
+        }
     )
     return compile_profile(found, [SPECULATIVE])["speculative"]
 
@@ -225,11 +210,7 @@ def test_the_engine_for_all_is_the_one_that_suits_their_text(tag: Tag, engine: s
         },
     }
     slow = {"fp16": {"speculative": 2.4}, "speculative": {"fp16": 2.4}}
-    known = parse_profile(
-        {"schema_version": 1, "version": "p1", "model": "m", "hardware": "h", "modes": content, "interference": slow},
-        model="m",
-        hardware="h",
-    )
+    known = profile_of(content, interference=slow)
     # Half of the work is on each; one more request, which itself would rather go to the other engine.
     engines = {
         name: EngineView(engine=name, in_flight=7, pending_output_tokens=7 * 40) for name in ("fp16", "speculative")
@@ -250,18 +231,7 @@ def test_of_equally_good_engines_the_first_is_taken() -> None:
     names = ["slow", *(f"engine{number}" for number in range(12))]
     steps = {name: 100 if name == "slow" else 10 for name in names}
     content = {name: {"prefill_ms": [[1, 1], [2, 2]], "step_ms": [[1, ms], [64, 2 * ms]]} for name, ms in steps.items()}
-    known = parse_profile(
-        {
-            "schema_version": 1,
-            "version": "p1",
-            "model": "m",
-            "hardware": "h",
-            "modes": content,
-            "interference": {name: {other: 3.0 for other in names if other != name} for name in names},
-        },
-        model="m",
-        hardware="h",
-    )
+    known = profile_of(content, interference={name: {other: 3.0 for other in names if other != name} for name in names})
     modes = [ModeInfo(name, name, "fp16", lossless=True) for name in names]
     engines = {name: EngineView(engine=name, in_flight=14 if name == "slow" else 0) for name in names}
     asked = RequestFeatures(prompt_tokens=60, expected_output_tokens=80, batch_size=15)

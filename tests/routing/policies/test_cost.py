@@ -15,6 +15,7 @@ from app.routing.profile import Profile, parse_profile
 from app.routing.settings import RoutingSettings
 from app.routing.snapshot import EngineView, Residency, Snapshot
 from app.routing.tags import Tag
+from tests.routing.profiles import profile_of
 
 Make = Callable[..., Any]
 Decide = Callable[[RequestFeatures, Snapshot], Decision]
@@ -141,18 +142,12 @@ def test_modes_of_an_engine_cost_the_same_only_if_they_were_measured_alike(
     }
     other = {"step_ms": [[1, 30.0], [8, 44.0]], "prefill_j": [[1, 8.0], [1001, 90.0]], "wake_ms": 700.0}
     content = {
-        "schema_version": 1,
-        "version": "p",
-        "model": "m",
-        "hardware": "h",
-        "modes": {
-            "plain": measured,
-            "alias": measured | {"peak_memory_bytes": 1500.0} | ({apart: other[apart]} if apart else {}),
-            "reusing": measured,
-        },
+        "plain": measured,
+        "alias": measured | {"peak_memory_bytes": 1500.0} | ({apart: other[apart]} if apart else {}),
+        "reusing": measured,
     }
-    modes = [ModeInfo(name, "one", "fp16", True, prefix_reuse=name == "reusing") for name in content["modes"]]
-    policy = CostPolicy(modes, RoutingSettings(), parse_profile(content, model="m", hardware="h"))
+    modes = [ModeInfo(name, "one", "fp16", True, prefix_reuse=name == "reusing") for name in content]
+    policy = CostPolicy(modes, RoutingSettings(), profile_of(content))
     engine = EngineView(engine="one", in_flight=load, residency=Residency.RESIDENT if load else Residency.ASLEEP)
     live = Snapshot(engines={"one": engine})
     asked = RequestFeatures(prompt_tokens=100, expected_output_tokens=20, cached_tokens={"one": cached})
@@ -342,16 +337,9 @@ def test_a_refusal_when_all_queues_are_full(
 def test_exploration_stays_among_eligible_modes(draw: float, rate: float) -> None:
     modes = (ModeInfo("fp16", "fp16", "fp16", True), ModeInfo("gptq", "gptq", "gptq", False))
     content = {
-        "schema_version": 1,
-        "version": "p",
-        "model": "m",
-        "hardware": "h",
-        "modes": {
-            name: {"prefill_ms": [[1, 1.0], [9, 2.0]], "step_ms": [[1, step]]}
-            for name, step in (("fp16", 9), ("gptq", 1))
-        },
+        name: {"prefill_ms": [[1, 1.0], [9, 2.0]], "step_ms": [[1, step]]} for name, step in (("fp16", 9), ("gptq", 1))
     }
-    profile = parse_profile(content, model="m", hardware="h")
+    profile = profile_of(content)
     live = Snapshot(engines={name: EngineView(engine=name) for name in ("fp16", "gptq")})
     asked = RequestFeatures(prompt_tokens=9, expected_output_tokens=9, draw=draw)
     ungated = chosen(CostPolicy(modes, RoutingSettings(exploration_rate=rate), profile).decide(asked, live))
