@@ -99,6 +99,7 @@ def simulate(
     """
     engines = {known.mode.engine: _EngineState() for known in coefficients.values()}
     cached: dict[tuple[str, int], int] = {}
+    seen: dict[int, int] = {}
     served = [Served(None, None)] * len(requests)
     now_ms, place = 0.0, 0
     traffic = Traffic()
@@ -115,7 +116,7 @@ def simulate(
             for job in engine.take_finished():
                 served[job.place] = Served(served[job.place].mode, now_ms - requests[job.place].due_s * 1000)
         while place < len(requests) and requests[place].due_s * 1000 <= now_ms + 1e-6:
-            served[place] = _admit(place, requests[place], policy, coefficients, engines, cached, traffic)
+            served[place] = _admit(place, requests[place], policy, coefficients, engines, cached, seen, traffic)
             place += 1
     return served
 
@@ -132,9 +133,14 @@ def _admit(
     coefficients: Mapping[str, ModeCoefficients],
     engines: Mapping[str, _EngineState],
     cached: dict[tuple[str, int], int],
+    seen: dict[int, int],
     traffic: Traffic,
 ) -> Served:
-    found = {} if request.conversation is None else _cached(request.conversation, engines, cached)
+    found, seen_tokens = {}, 0
+    if request.conversation is not None:
+        found = _cached(request.conversation, engines, cached)
+        seen_tokens = seen.get(request.conversation, 0)
+        seen[request.conversation] = request.shared_tokens
     snapshot = Snapshot(
         engines={name: engine.view(name) for name, engine in engines.items()},
         mean_prompt_tokens=traffic.prompt_tokens,
@@ -143,7 +149,9 @@ def _admit(
         arrivals_per_s=traffic.arrivals_per_s(request.due_s),
         mean_output_shares=traffic.output_shares,
     )
-    features = replace(request.features, cached_tokens=found, batch_size=1 + snapshot.total_load())
+    features = replace(
+        request.features, cached_tokens=found, seen_tokens=seen_tokens, batch_size=1 + snapshot.total_load()
+    )
     decision = policy.decide(features, snapshot)
     if not isinstance(decision, Decision) or decision.mode not in coefficients:
         return Served(None, None)
@@ -154,7 +162,7 @@ def _admit(
         uncached = max(1, uncached - found.get(engine, 0))
         if request.conversation is not None:
             cached[engine, request.conversation] = request.shared_tokens
-    size = features.prompt_tokens, request.shared_tokens, features.expected_output_tokens
+    size = features.prompt_tokens, seen_tokens, features.expected_output_tokens
     traffic.add(*size, features.tag, request.due_s)
     tokens_per_step = 1.0
     if known.mode.speculative:

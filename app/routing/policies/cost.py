@@ -1,7 +1,7 @@
 """The default policy: the mode with the lowest predicted cost under the request's objective.
 
 Unlike the paper's rules it charges a choice with what it does under load: the batch joined, the engines that slow one
-another, and the delay to requests already running. Without a profile it leaves the decision to the rules.
+another, the delay to requests already running and to those still to come. Without a profile the rules decide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from app.routing.decision import Decision, Ineligible, LostBy, Outcome
 from app.routing.eligibility import Eligibility, refusal
 from app.routing.features import Objective, RequestFeatures
 from app.routing.mode_info import ModeInfo
-from app.routing.policies.consolidation import expected_company, one_engine
+from app.routing.policies.consolidation import engine_for_all, expected_company
 from app.routing.policies.engine_load import EngineLoad, engine_loads, hindrance
 from app.routing.policies.prediction import Prediction, predict
 from app.routing.policies.rules import RULES, RulesPolicy
@@ -89,10 +89,9 @@ class CostPolicy:
         company = expected_company(best, snapshot)
         if features.batch_size + company <= self._settings.consolidate_from:
             return self._decision(ranked, features)
-        # By rank, an order that is the same in every process: of engines that are equally good the first is taken.
         found = [entry[2] for entry in ranked]
-        engine = one_engine(best, company, found, engines, self._by_engine, snapshot, self._hindrance)
-        if engine is None:
+        engine = engine_for_all(found, company, engines, self._by_engine, features, snapshot, self._hindrance)
+        if engine is None or engine == best.mode.engine:
             return self._decision(ranked, features)
         kept = [entry for entry in ranked if entry[2].mode.engine == engine]
         return self._decision(kept, features, passed_over=ranked[0])

@@ -12,7 +12,7 @@ from app.routing.coefficients import ModeCoefficients, compile_profile
 from app.routing.decision import Decision, LostBy
 from app.routing.features import Objective, RequestFeatures, Wishes
 from app.routing.mode_info import ModeInfo
-from app.routing.policies.consolidation import time_ms, usual_request
+from app.routing.policies.consolidation import usual_request
 from app.routing.policies.cost import CostPolicy
 from app.routing.policies.static import StaticPolicy
 from app.routing.profile import Profile
@@ -38,11 +38,12 @@ def profile(slowdown: float) -> Profile:
     )
 
 
-def busy(snapshot: Make, fp16: int, gptq: int) -> Any:
+def busy(snapshot: Make, fp16: int, gptq: int, arrivals_per_s: float = 0.0) -> Any:
     def view(requests: int) -> dict[str, int]:
         return {"in_flight": requests, "max_running": 64, "pending_output_tokens": 60 * requests}
 
-    return snapshot({"mean_prompt_tokens": 80.0, "mean_output_tokens": 80.0}, fp16=view(fp16), gptq=view(gptq))
+    lately = {"mean_prompt_tokens": 80.0, "mean_output_tokens": 80.0, "arrivals_per_s": arrivals_per_s}
+    return snapshot(lately, fp16=view(fp16), gptq=view(gptq))
 
 
 def decide(slowdown: float, features: Any, snapshot: Any, **settings: Any) -> Decision:
@@ -53,7 +54,7 @@ def decide(slowdown: float, features: Any, snapshot: Any, **settings: Any) -> De
 
 def test_engines_that_hinder_each_other_are_not_both_kept_busy(features: Make, snapshot: Make) -> None:
     asked = features(prompt_tokens=300, expected_output_tokens=5, batch_size=15)
-    load = busy(snapshot, fp16=4, gptq=10)
+    load = busy(snapshot, fp16=4, gptq=10, arrivals_per_s=1.0)
     alone = decide(2.4, asked, load, consolidate_from=100)
     together = decide(2.4, asked, load)
     assert (alone.engine, together.engine) == ("fp16", "gptq")
@@ -63,7 +64,7 @@ def test_engines_that_hinder_each_other_are_not_both_kept_busy(features: Make, s
 
 def test_engines_that_do_not_hinder_each_other_stay_busy(features: Make, snapshot: Make) -> None:
     asked = features(prompt_tokens=300, expected_output_tokens=5, batch_size=15)
-    assert decide(1.0, asked, busy(snapshot, fp16=4, gptq=10)).engine == "fp16"
+    assert decide(1.0, asked, busy(snapshot, fp16=4, gptq=10, arrivals_per_s=1.0)).engine == "fp16"
 
 
 def test_a_light_load_is_not_put_together(features: Make, snapshot: Make) -> None:
@@ -139,40 +140,37 @@ def view(**more: Any) -> EngineView:
     return EngineView(engine="speculative", **more)
 
 
-def took_ms(known: ModeCoefficients, requests: int, engine: EngineView, snapshot: Snapshot) -> float:
-    return time_ms(known, usual_request(known, engine, snapshot), requests, engine)
+def steps(known: ModeCoefficients, engine: EngineView, snapshot: Snapshot) -> float:
+    """Decode steps of a usual request, with the corrections of the engine."""
+    return usual_request(known, engine, snapshot).steps
 
 
 accepted_tokens = st.floats(0, 8)
-counts = st.integers(1, 100)
 
 
-@given(accepted_tokens, counts)
-def test_text_that_speculation_foresees_takes_as_many_steps_fewer(accepted: float, requests: int) -> None:
+@given(accepted_tokens)
+def test_text_that_speculation_foresees_takes_as_many_steps_fewer(accepted: float) -> None:
     known = coefficients(rewriting=accepted)
-    rewriting = took_ms(known, requests, view(), live({"rewriting": 1.0}))
-    assert took_ms(known, requests, view(), live({"none": 1.0})) == pytest.approx(rewriting * (1 + accepted))
+    rewriting = steps(known, view(), live({"rewriting": 1.0}))
+    assert steps(known, view(), live({"none": 1.0})) == pytest.approx(rewriting * (1 + accepted))
 
 
-@given(st.floats(0, 1), accepted_tokens, counts)
-def test_a_mixture_takes_the_steps_of_its_parts(share: float, accepted: float, requests: int) -> None:
+@given(st.floats(0, 1), accepted_tokens)
+def test_a_mixture_takes_the_steps_of_its_parts(share: float, accepted: float) -> None:
     known = coefficients(rewriting=accepted)
-    pure = [took_ms(known, requests, view(), live({tag: 1.0})) for tag in ("rewriting", "none")]
-    mixed = took_ms(known, requests, view(), live({"rewriting": share, "none": 1.0 - share}))
+    pure = [steps(known, view(), live({tag: 1.0})) for tag in ("rewriting", "none")]
+    mixed = steps(known, view(), live({"rewriting": share, "none": 1.0 - share}))
     assert mixed == pytest.approx(share * pure[0] + (1.0 - share) * pure[1])
 
 
-@given(accepted_tokens, counts)
-def test_an_unknown_mixture_takes_the_default_acceptance(default: float, requests: int) -> None:
+@given(accepted_tokens)
+def test_an_unknown_mixture_takes_the_default_acceptance(default: float) -> None:
     known = coefficients(rewriting=5.0, default=default)
-    fresh = view(accepted_per_step=3.0)
-    assert took_ms(known, requests, fresh, live({})) == pytest.approx(
-        requests / min(requests, 64) * 80 * 20 / (1 + default)
-    )
+    assert steps(known, view(accepted_per_step=3.0), live({})) == pytest.approx(80 / (1 + default))
 
 
 @pytest.mark.parametrize(
-    ("learned", "profiled", "age_s", "steps"),
+    ("learned", "profiled", "age_s", "per_token"),
     [
         ({"speculative:rewriting": 3.0}, {"rewriting": 2.0, "default": 0.5}, 0.0, 1 / 4),
         ({}, {"rewriting": 2.0, "default": 0.5}, 0.0, 1 / 3),
@@ -181,20 +179,20 @@ def test_an_unknown_mixture_takes_the_default_acceptance(default: float, request
     ],
 )
 def test_what_is_known_best_of_a_tag_counts(
-    learned: dict[str, float], profiled: dict[str, float], age_s: float, steps: float
+    learned: dict[str, float], profiled: dict[str, float], age_s: float, per_token: float
 ) -> None:
     known, shares = coefficients(**profiled), {"rewriting": 1.0}
     engine = view(accepted_per_step=1.0, age_s=age_s)
-    assert took_ms(known, 1, engine, live(shares, accepted_per_step=learned)) == pytest.approx(80 * 20 * steps)
+    assert steps(known, engine, live(shares, accepted_per_step=learned)) == pytest.approx(80 * per_token)
 
 
 @given(st.floats(0.4, 2.5), st.floats(0.4, 2.5))
 def test_a_time_is_corrected_as_the_engine_and_the_tag_are(engine: float, tag: float) -> None:
     known = coefficients()
     corrections = {"speculative": engine, "speculative:code": tag, "other": 9.0}
-    plain = took_ms(known, 8, view(), live({"none": 1.0}))
+    plain = steps(known, view(), live({"none": 1.0}))
     for shares, factor in (({"none": 1.0}, engine), ({"code": 1.0}, tag), ({}, engine)):
-        found = took_ms(known, 8, view(), live(shares, corrections=corrections))
+        found = steps(known, view(), live(shares, corrections=corrections))
         assert found == pytest.approx(plain * factor)
 
 
@@ -221,7 +219,9 @@ def test_the_engine_for_all_is_the_one_that_suits_their_text(tag: Tag, engine: s
         batch_size=15,
         tag=Tag.NONE if tag is not Tag.NONE else Tag.REWRITING,
     )
-    outcome = CostPolicy(modes, RoutingSettings(), known).decide(asked, live({tag.value: 1.0}, engines=engines))
+    outcome = CostPolicy(modes, RoutingSettings(), known).decide(
+        asked, live({tag.value: 1.0}, engines=engines, arrivals_per_s=2.0)
+    )
     assert isinstance(outcome, Decision)
     assert outcome.engine == engine
 
@@ -235,7 +235,9 @@ def test_of_equally_good_engines_the_first_is_taken() -> None:
     modes = [ModeInfo(name, name, "fp16", lossless=True) for name in names]
     engines = {name: EngineView(engine=name, in_flight=14 if name == "slow" else 0) for name in names}
     asked = RequestFeatures(prompt_tokens=60, expected_output_tokens=80, batch_size=15)
-    outcome = CostPolicy(modes, RoutingSettings(), known).decide(asked, live({"none": 1.0}, engines=engines))
+    outcome = CostPolicy(modes, RoutingSettings(), known).decide(
+        asked, live({"none": 1.0}, engines=engines, arrivals_per_s=20.0)
+    )
     assert isinstance(outcome, Decision)
     assert outcome.engine == "engine0"
 
@@ -247,3 +249,58 @@ def test_what_was_seen_before_is_not_computed_again_where_prefixes_are_reused() 
         usual_request(compile_profile(profile(2.4), [mode])["fp16"], engine, seen) for mode in (MODES[0], reuse)
     )
     assert reusing.prompt_ms == pytest.approx(plain.prompt_ms / 4)
+
+
+def test_an_engine_is_not_left_while_others_run_there_for_a_little_speed(features: Make, snapshot: Make) -> None:
+    """Both engines would be slowed, for as long as the five need to finish."""
+    asked = features(prompt_tokens=40, expected_output_tokens=80, batch_size=6)
+    assert decide(2.4, asked, busy(snapshot, fp16=0, gptq=0)).engine == "gptq"
+    five = busy(snapshot, fp16=5, gptq=0, arrivals_per_s=0.2)
+    assert decide(2.4, asked, five).engine == "fp16"
+    assert decide(1.0, asked, five).engine == "gptq"
+
+
+def test_more_than_an_engine_can_decode_at_once_goes_to_another(features: Make, snapshot: Make) -> None:
+    asked = features(prompt_tokens=300, expected_output_tokens=5, batch_size=41)
+    full = {"in_flight": 40, "max_running": 8, "pending_output_tokens": 2400}
+    lately = {"mean_prompt_tokens": 80.0, "mean_output_tokens": 80.0}
+    assert decide(1.6, asked, snapshot(lately, fp16=full, gptq={})).engine == "gptq"
+
+
+REUSING = ModeInfo("reusing", "reusing", "fp16", lossless=True, prefix_reuse=True)
+
+
+@pytest.mark.parametrize(
+    ("seen", "cached", "lately", "begins"),
+    [
+        (0, 0, 0.0, "fp16"),
+        (250, 0, 0.0, "reusing"),
+        (250, 250, 0.0, "reusing"),
+        (0, 0, 0.8, "reusing"),
+    ],
+    ids=["new", "seen elsewhere", "cached", "what comes usually comes again"],
+)
+def test_a_beginning_that_comes_again_is_computed_where_it_is_kept(
+    seen: int, cached: int, lately: float, begins: str
+) -> None:
+    """The engine that keeps it is slower by a little, which the next request of that conversation makes up for."""
+    points = {"prefill_ms": [[64, 300], [512, 2400]], "step_ms": [[1, 60], [8, 150]]}
+    slower = {"prefill_ms": [[64, 300], [512, 2400]], "step_ms": [[1, 85], [8, 200]]}
+    known = profile_of(
+        {"fp16": points, "reusing": slower}, interference={"fp16": {"reusing": 2.4}, "reusing": {"fp16": 2.4}}
+    )
+    asked = RequestFeatures(
+        prompt_tokens=300,
+        expected_output_tokens=16,
+        seen_tokens=seen,
+        cached_tokens={"reusing": cached} if cached else {},
+    )
+    idle = Snapshot(
+        mean_prompt_tokens=100.0,
+        mean_seen_tokens=100.0 * lately,
+        mean_output_tokens=16.0,
+        engines={name: EngineView(engine=name) for name in ("fp16", "reusing")},
+    )
+    outcome = CostPolicy((MODES[0], REUSING), RoutingSettings(), known).decide(asked, idle)
+    assert isinstance(outcome, Decision)
+    assert outcome.engine == begins
