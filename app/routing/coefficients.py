@@ -37,7 +37,8 @@ class ModeCoefficients:
     """One deployed mode's coefficients. Unknown is None.
 
     `runs_as` is the first of the modes on its engine that were measured alike: all of them take as long as that one.
-    `step_ms[b]` is for b sequences, 0 <= b <= MAX_BATCH; `step_growth_ms[b]` is what the b-th adds to the others' step.
+    `step_ms[b]` is for b sequences, 0 <= b <= MAX_BATCH; `step_growth_ms[b]` is what the b-th adds to the others' step,
+    `step_share_ms[b]` what each takes of it.
     """
 
     __slots__ = (
@@ -52,6 +53,7 @@ class ModeCoefficients:
         "runs_as",
         "step_growth_ms",
         "step_ms",
+        "step_share_ms",
         "steps_per_token",
         "wake_j",
         "wake_ms",
@@ -66,6 +68,7 @@ class ModeCoefficients:
         step = Curve(measured.step_ms)
         self.step_ms = tuple(step(max(1, batch)) for batch in range(MAX_BATCH + 1))
         self.step_growth_ms = (0.0, *(max(0.0, after - before) for before, after in pairwise(self.step_ms)))
+        self.step_share_ms = (0.0, *(ms / batch for batch, ms in enumerate(self.step_ms[1:], 1)))
         self.prefill_j = None if measured.prefill_j is None else Curve(measured.prefill_j)
         self.decode_j: tuple[float, ...] | None = None
         if measured.decode_j_per_token is not None:

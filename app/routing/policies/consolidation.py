@@ -14,7 +14,7 @@ import msgspec
 
 from app.routing.coefficients import MAX_BATCH, ModeCoefficients
 from app.routing.features import RequestFeatures
-from app.routing.policies.engine_load import EngineLoad, Hindrance
+from app.routing.policies.engine_load import Beside, EngineLoad, Hindrance
 from app.routing.policies.prediction import Prediction, accepted_per_step
 from app.routing.snapshot import EngineView, Snapshot
 
@@ -30,8 +30,8 @@ _COMES_AGAIN = 0.2
 Without it no engine that keeps prefixes is used until they have come again elsewhere. Simulated on the CPU preset's
 recipe it saves up to a fifth of the mean latency under load, and costs 2 % where nothing ever comes again.
 """
-_NOTHING: Mapping[str, tuple[float, float]] = {}
-_FREELY = (0.0, 0.0)
+_NOTHING: Mapping[str, Beside] = {}
+_FREELY = Beside()
 
 
 def expected_company(best: Prediction, snapshot: Snapshot) -> float:
@@ -58,87 +58,70 @@ def engine_for_all(
     own: dict[str, Prediction] = {}
     reusing: dict[str, Prediction] = {}
     for found in predictions:
-        name = found.mode.engine
-        own.setdefault(name, found)
-        if found.mode.prefix_reuse:
-            reusing.setdefault(name, found)
+        mode = found.mode
+        if mode.engine not in own:
+            own[mode.engine] = found
+        if mode.prefix_reuse and mode.engine not in reusing:
+            reusing[mode.engine] = found
     left_ms: dict[str, float] = {}
     here_ms: dict[str, float] = {}
     each_ms: dict[str, float] = {}
     for name, engine in engines.items():
-        request = own.get(name)
-        if request is None and not engine.load:
+        request, load = own.get(name), engine.load
+        if request is None and not load:
             continue
         coefficients = known.get(name)
         if coefficients is None:
             return None
         usual = usual_request(coefficients, engine.view, snapshot)
-        left_steps = (engine.left_tokens or features.expected_output_tokens) * usual.steps_per_token
-        if engine.load:
-            share_ms = _share_ms(coefficients, engine, engine.load)
-            left_ms[name] = _left_ms(engine, coefficients, left_steps, share_ms)
+        share_ms = coefficients.step_share_ms
+        prompts_ms = steps = 0.0
+        if load:
+            prompts_ms = engine.view.pending_prefill_tokens * coefficients.prefill_ms_per_token
+            steps = load * usual.steps_per_token * (engine.left_tokens or features.expected_output_tokens)
+            left_ms[name] = prompts_ms + steps * share_ms[engine.running]
         if request is not None:
-            share_ms = _share_ms(coefficients, engine, engine.load + request.sequences + company)
-            each_ms[name] = usual.prompt_ms + usual.steps * share_ms
-            steps = request.decode_ms / coefficients.step_ms[request.batch] * request.sequences
-            here_ms[name] = request.wake_ms + request.prefill_ms + steps * share_ms
-            if engine.load:
-                here_ms[name] += _left_ms(engine, coefficients, left_steps, share_ms)
-                here_ms[name] += engine.wait_share * engine.running * left_steps * share_ms
+            batch = int(load + request.sequences + company + 0.5)
+            most = engine.view.max_running
+            if batch > most or batch > MAX_BATCH:
+                batch = most if most < MAX_BATCH else MAX_BATCH
+            step_ms = share_ms[batch]
+            each_ms[name] = usual.prompt_ms + usual.steps * step_ms
+            steps += request.decode_ms / coefficients.step_ms[request.batch] * request.sequences
+            work_ms = prompts_ms + request.prefill_ms + steps * step_ms + request.wake_ms
+            if engine.wait_share:
+                left_tokens = engine.left_tokens or features.expected_output_tokens
+                work_ms += engine.wait_share * left_tokens * usual.steps_per_token * coefficients.step_ms[batch]
+            here_ms[name] = work_ms
     total_ms = {}
-    for name in own:
-        work_ms = here_ms[name] + company * _joining_ms(name, each_ms, hindrance)
-        waits_ms = own[name].latency_ms + own[name].others_ms
-        total_ms[name] = work_ms + _beside_ms(name, work_ms, left_ms, hindrance) + _OWN * waits_ms
-    for name, saved_ms in _saved_later_ms(reusing, own, features, snapshot).items():
-        total_ms[name] -= saved_ms
+    for name, request in own.items():
+        beside = hindrance.get(name, _NOTHING)
+        # A later request joins it on that engine, or works on another beside it.
+        joining_ms = each_ms[name]
+        for other, ms in each_ms.items():
+            if other != name:
+                added_ms = ms * beside.get(other, _FREELY).added
+                if added_ms < joining_ms:
+                    joining_ms = added_ms
+        work_ms = here_ms[name] + company * joining_ms
+        total = work_ms + _OWN * (request.latency_ms + request.others_ms)
+        for other, ms in left_ms.items():
+            if other != name:
+                # Won or lost by working beside each other instead of one after the other, until one of them is done.
+                _, theirs, _, pace = beside.get(other, _FREELY)
+                both_ms = ms if ms * pace < work_ms else work_ms / pace
+                total += ms + both_ms * (theirs - pace)
+        total_ms[name] = total
+    if reusing:
+        for name, saved_ms in _saved_later_ms(reusing, own, features, snapshot).items():
+            total_ms[name] -= saved_ms
     return min(total_ms, key=total_ms.__getitem__)
-
-
-def _share_ms(known: ModeCoefficients, engine: EngineLoad, sequences: float) -> float:
-    """One sequence's share of a decode step, with so many of them on the engine."""
-    batch = max(1, min(round(sequences), engine.view.max_running, MAX_BATCH))
-    return known.step_ms[batch] / batch
-
-
-def _left_ms(engine: EngineLoad, known: ModeCoefficients, steps: float, share_ms: float) -> float:
-    """What the engine has still to do for the requests there, each with so many `steps` to come."""
-    return engine.view.pending_prefill_tokens * known.prefill_ms_per_token + engine.load * steps * share_ms
-
-
-def _joining_ms(begun: str, each_ms: Mapping[str, float], hindrance: Hindrance) -> float:
-    """What a later request adds to everybody's time when `begun` is at work: on that engine, or on one beside it."""
-    least_ms = each_ms[begun]
-    beside = hindrance.get(begun, _NOTHING)
-    for name, own_ms in each_ms.items():
-        if name != begun:
-            ours, theirs = beside.get(name, _FREELY)
-            # It takes 1 + theirs times as long, and all the while `begun` goes on at 1 / (1 + ours) of its speed.
-            added_ms = own_ms * (1.0 + theirs) * ours / (1.0 + ours)
-            if added_ms < least_ms:
-                least_ms = added_ms
-    return least_ms
-
-
-def _beside_ms(name: str, work_ms: float, left_ms: Mapping[str, float], hindrance: Hindrance) -> float:
-    """What the other engines have left, and what is lost or won by working beside them instead of after them."""
-    total_ms = 0.0
-    ours_beside = hindrance.get(name, _NOTHING)
-    for other, other_ms in left_ms.items():
-        if other != name:
-            ours, theirs = ours_beside.get(other, _FREELY)
-            slower = (1.0 + theirs) / (1.0 + ours)
-            both_ms = min(other_ms, work_ms / slower)
-            total_ms += other_ms + both_ms * (theirs - slower)
-    return total_ms
 
 
 def _saved_later_ms(
     reusing: Mapping[str, Prediction], own: Mapping[str, Prediction], features: RequestFeatures, snapshot: Snapshot
 ) -> dict[str, float]:
     """What the next request with this prompt's beginning would save, by engine that reuses it and lacks it now."""
-    if not reusing:
-        return {}
     # Of what is new as much will come again as has lately.
     new_tokens = features.prompt_tokens - features.seen_tokens
     again_tokens = features.seen_tokens + new_tokens * _comes_again(snapshot)

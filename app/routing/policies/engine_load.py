@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,20 +14,35 @@ from app.routing.snapshot import EngineView, Residency, Snapshot
 Interference = Mapping[str, Mapping[str, float]]
 """`interference[engine][other]`: how many times slower `engine` is while `other` generates; 1 where unknown."""
 
-Hindrance = Mapping[str, Mapping[str, tuple[float, float]]]
-"""`hindrance[engine][other]`: the shares by which `engine` is slower while `other` generates, and `other` meanwhile."""
+
+class Beside(NamedTuple):
+    """What one engine and another do to each other while both generate."""
+
+    ours: float = 0.0
+    """Share by which the one is slower."""
+    theirs: float = 0.0
+    """Share by which the other is slower."""
+    added: float = 0.0
+    """What a millisecond of the other's work adds to the time until the one, and that work, are done."""
+    pace: float = 1.0
+    """Milliseconds of the one's work that are done in the time of one of the other's."""
+
+
+Hindrance = Mapping[str, Mapping[str, Beside]]
+"""`hindrance[engine][other]`."""
 
 
 def hindrance(interference: Interference) -> Hindrance:
     """Both directions of an interference together, as decisions read it."""
     engines = interference.keys() | {other for others in interference.values() for other in others}
 
-    def share(engine: str, other: str) -> float:
-        return interference.get(engine, {}).get(other, 1.0) - 1.0
+    def beside(one: str, other: str) -> Beside:
+        slower, other_slower = (interference.get(a, {}).get(b, 1.0) for a, b in ((one, other), (other, one)))
+        pace = other_slower / slower
+        # The other's work takes so much longer, and all the while the one goes on at 1 / slower of its speed.
+        return Beside(slower - 1.0, other_slower - 1.0, other_slower - pace, pace)
 
-    return {
-        one: {other: (share(one, other), share(other, one)) for other in engines if other != one} for one in engines
-    }
+    return {one: {other: beside(one, other) for other in engines if other != one} for one in engines}
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
@@ -76,10 +92,10 @@ def engine_loads(features: RequestFeatures, snapshot: Snapshot, hindrance: Hindr
         if active:
             others = hindrance.get(name, _NOTHING)
             for other, running in active:
-                shares = others.get(other)
-                if shares is not None:
-                    slowdown += shares[0]
-                    burden += running * shares[1]
+                beside = others.get(other)
+                if beside is not None:
+                    slowdown += beside.ours
+                    burden += running * beside.theirs
         batch = load + sequences
         wait_share = left_tokens = 0.0
         if load:
@@ -111,6 +127,6 @@ def engine_loads(features: RequestFeatures, snapshot: Snapshot, hindrance: Hindr
     return found
 
 
-_NOTHING: Mapping[str, tuple[float, float]] = {}
+_NOTHING: Mapping[str, Beside] = {}
 # Reading a member from its enumeration takes ten times as long as reading a global.
 _RESIDENT = Residency.RESIDENT
