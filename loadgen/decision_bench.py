@@ -167,27 +167,32 @@ def _decisions(repeats: int, trained: OnnxPredictor | None) -> dict[str, dict[st
     settings = RoutingSettings()
     profile = _profile()
     rng = random.Random(1)
-    snapshots = [
-        Snapshot(
+    drawn = [
+        {name: (rng.choice((0, 0, 1, 2, 6)), rng.random() * 0.9, rng.choice((0, 500))) for name in _ENGINES}
+        for _ in range(61)
+    ]
+
+    def live(number: int) -> Snapshot:
+        """Made for every request, as in the controller: what a decision reads was written just before."""
+        return Snapshot(
             mean_prompt_tokens=300.0,
             mean_output_tokens=100.0,
             engines={
                 name: EngineView(
                     engine=name,
-                    in_flight=(load := rng.choice((0, 0, 1, 2, 6))),
+                    in_flight=load,
                     running=load,
-                    kv_use=rng.random() * 0.9,
+                    kv_use=kv_use,
                     pending_output_tokens=load * 60,
-                    pending_prefill_tokens=rng.choice((0, 500)) if load else 0,
+                    pending_prefill_tokens=prefill if load else 0,
                     step_ms=20.0,
                     kv_capacity_tokens=40_000,
                 )
-                for name in _ENGINES
+                for name, (load, kv_use, prefill) in drawn[number % 61].items()
             },
             corrections={"speculative:rewriting": 0.7, "gptq": 1.1},
         )
-        for _ in range(64)
-    ]
+
     predictor = OutputLengthPredictor()
     index = PrefixIndex()
     for engine in _ENGINES:
@@ -197,13 +202,13 @@ def _decisions(repeats: int, trained: OnnxPredictor | None) -> dict[str, dict[st
         index.record(text_chain(prompt), PROMPT_TOKENS, _ENGINES[number % 4])
     chains = [text_chain(prompt) for prompt in prompts]
 
-    def features(number: int) -> RequestFeatures:
+    def features(number: int, snapshot: Snapshot) -> RequestFeatures:
         prompt = prompts[number % 64]
         chain = text_chain(prompt)
         return measure(
             text=prompt,
             prompt_tokens=PROMPT_TOKENS,
-            snapshot=snapshots[number % 61],
+            snapshot=snapshot,
             predictor=predictor,
             settings=settings,
             max_tokens=256,
@@ -211,12 +216,25 @@ def _decisions(repeats: int, trained: OnnxPredictor | None) -> dict[str, dict[st
             cached_tokens=index.cached_tokens(chain, PROMPT_TOKENS),
         )
 
-    ready = [features(number) for number in range(64)]
-    for request in ready:
+    def arrival(number: int) -> tuple[int, Snapshot]:
+        return number, live(number)
+
+    def measured(number: int) -> tuple[RequestFeatures, Snapshot]:
+        snapshot = live(number)
+        return features(number, snapshot), snapshot
+
+    def decisions(policy: Policy) -> dict[str, float]:
+        return percentiles(lambda given: policy.decide(*given), repeats, measured)
+
+    def features_and_decisions(policy: Policy) -> dict[str, float]:
+        return percentiles(lambda given: policy.decide(features(*given), given[1]), repeats, arrival)
+
+    for request, _ in map(measured, range(64)):
         for length in (20, 60, 130):
             predictor.observe(request.tag, request.prompt_shape, 256, length, 0.0)
     results = {
-        "features": percentiles(features, repeats),
+        "snapshot": percentiles(live, repeats),
+        "features": percentiles(lambda given: features(*given), repeats, arrival),
         "features.prefix_chain": percentiles(lambda n: text_chain(prompts[n % 64]), repeats),
         "features.prefix_lookup": _lookups(index, chains, repeats),
     }
@@ -225,25 +243,14 @@ def _decisions(repeats: int, trained: OnnxPredictor | None) -> dict[str, dict[st
         if name == "learned" and trained is None:
             continue
         policy = make_policy(name, modes, settings, profile, trained, **served)
-        results[f"policy.{name}"] = _policy(policy, ready, snapshots, repeats)
+        results[f"policy.{name}"] = decisions(policy)
         if name in ("cost", "learned"):
-            results[f"features+{name}"] = _with_features(policy, features, snapshots, repeats)
-    cost = make_policy("cost", modes, settings, profile)
-    record = cost.decide(ready[0], snapshots[0])
-    results["records_to_json"] = percentiles(
-        lambda n: (ready[n % 64].to_json(), snapshots[n % 61].to_json(), record.to_json()), repeats
-    )
+            results[f"features+{name}"] = features_and_decisions(policy)
+    request, snapshot = measured(0)
+    record = make_policy("cost", modes, settings, profile).decide(request, snapshot)
+    records = (request, snapshot, record)
+    results["records_to_json"] = percentiles(lambda _: [kept.to_json() for kept in records], repeats)
     return results
-
-
-def _policy(policy: Policy, ready: list[RequestFeatures], live: list[Snapshot], repeats: int) -> dict[str, float]:
-    return percentiles(lambda n: policy.decide(ready[n % len(ready)], live[n % len(live)]), repeats)
-
-
-def _with_features(
-    policy: Policy, features: Callable[[int], RequestFeatures], live: list[Snapshot], repeats: int
-) -> dict[str, float]:
-    return percentiles(lambda n: policy.decide(features(n), live[n % 61]), repeats)
 
 
 def _lookups(index: PrefixIndex, chains: list[PromptChain], repeats: int) -> dict[str, float]:
