@@ -96,26 +96,36 @@ def engine_for_all(
     total_ms = {}
     for name, request in own.items():
         beside = hindrance.get(name, _NOTHING)
-        # A later request joins it on that engine, or works on another beside it.
-        joining_ms = each_ms[name]
-        for other, ms in each_ms.items():
-            if other != name:
-                added_ms = ms * beside.get(other, _FREELY).added
-                if added_ms < joining_ms:
-                    joining_ms = added_ms
-        work_ms = here_ms[name] + company * joining_ms
-        total = work_ms + _OWN * (request.latency_ms + request.others_ms)
-        for other, ms in left_ms.items():
-            if other != name:
-                # Won or lost by working beside each other instead of one after the other, until one of them is done.
-                _, theirs, _, pace = beside.get(other, _FREELY)
-                both_ms = ms if ms * pace < work_ms else work_ms / pace
-                total += ms + both_ms * (theirs - pace)
-        total_ms[name] = total
+        work_ms = here_ms[name] + company * _joining_ms(name, each_ms, beside)
+        waits_ms = request.latency_ms + request.others_ms
+        total_ms[name] = work_ms + _beside_ms(name, work_ms, left_ms, beside) + _OWN * waits_ms
     if reusing:
         for name, saved_ms in _saved_later_ms(reusing, own, features, snapshot).items():
             total_ms[name] -= saved_ms
     return min(total_ms, key=total_ms.__getitem__)
+
+
+def _joining_ms(begun: str, each_ms: Mapping[str, float], beside: Mapping[str, Beside]) -> float:
+    """What a later request adds to everybody's time when `begun` is at work: on that engine, or on one beside it."""
+    least_ms = each_ms[begun]
+    for other, ms in each_ms.items():
+        if other != begun:
+            added_ms = ms * beside.get(other, _FREELY).added
+            if added_ms < least_ms:
+                least_ms = added_ms
+    return least_ms
+
+
+def _beside_ms(name: str, work_ms: float, left_ms: Mapping[str, float], beside: Mapping[str, Beside]) -> float:
+    """What the other engines have left, and what is lost or won by working beside them instead of after them."""
+    total_ms = 0.0
+    for other, ms in left_ms.items():
+        if other != name:
+            _, theirs, _, pace = beside.get(other, _FREELY)
+            # Until one of them is done.
+            both_ms = ms if ms * pace < work_ms else work_ms / pace
+            total_ms += ms + both_ms * (theirs - pace)
+    return total_ms
 
 
 def _saved_later_ms(
