@@ -1,28 +1,41 @@
 """Online correction of the profile: observed against predicted latency, per engine and per engine and tag.
 
-This is how a policy learns that speculation pays on rewriting and not on free text, and that a device is slower than
-when it was measured. Modes of one engine run the same way: a factor for each would let noise choose between them, and
-one that reuses prefixes lose to one that does not. Factors are bounded and visible (`Snapshot.corrections`).
+This is how a policy learns that speculation pays on rewriting and not on free text, and that a device is slower or
+faster than when it was measured. Modes of one engine run the same way: a factor for each would let noise choose between
+them, and one that reuses prefixes lose to one that does not. Factors are bounded and visible (`Snapshot.corrections`).
+
+Engines share a device. Where those in use are faster than in the profile, the others are taken to be as well until
+they are seen: else they would look slow for ever, and never be tried. Where those in use are slower, the others are
+not taken to be, so that they are tried, and one slow engine is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import exp, inf, log
+from statistics import fmean
 
 from app.routing.tags import Tag
 
-LOWEST_FACTOR = 0.4
-HIGHEST_FACTOR = 2.5
+LOWEST_FACTOR = 0.1
+HIGHEST_FACTOR = 10.0
+"""Wide, for machines of one name differ threefold, and engines at the bound could not be told apart any more."""
 HALF_LIFE_S = 1800.0
 PRIOR_SAMPLES = 5.0
-"""Samples that the wider estimate counts for: a tag's against its engine's, an engine's against 1."""
+"""Samples that the wider estimate counts for: a tag's against its engine's, an engine's against the other engines'."""
 MAX_EFFECTIVE_SAMPLES = 50.0
+UNSEEN = "*"
+"""The name under which the factor of engines without a sample stands."""
 
 
 def correction_key(name: str, tag: Tag) -> str:
     # Concatenation, since formatting an enum member takes ten times as long.
     return name + ":" + tag
+
+
+def engine_correction(factors: Mapping[str, float], engine: str) -> float:
+    """The factor of an engine, whatever the tag; 1 while nothing is learned."""
+    return factors.get(engine, 0.0) or factors.get(UNSEEN, 1.0)
 
 
 class _LogRatio:
@@ -41,19 +54,24 @@ class _LogRatio:
         self.total = self.total * keep + log_ratio
         self.last_s = max(self.last_s, now_s)
 
+    def leaning_on(self, wider: float) -> float:
+        """The mean, where `wider` is expected before there are samples."""
+        return (self.total + PRIOR_SAMPLES * wider) / (self.weight + PRIOR_SAMPLES)
+
 
 class Corrections:
     """Learns one factor per engine and one per engine and tag; memory is bounded by their number."""
 
-    __slots__ = ("_factors", "_ratios")
+    __slots__ = ("_engines", "_factors", "_tags")
 
     def __init__(self) -> None:
-        self._ratios: dict[str, _LogRatio] = {}
+        self._engines: dict[str, _LogRatio] = {}
+        self._tags: dict[str, dict[str, _LogRatio]] = {}
         self._factors: Mapping[str, float] = {}
 
     @property
     def factors(self) -> Mapping[str, float]:
-        """By `engine` and `engine:tag`, within the bounds. Never changed: there is a new one after each sample."""
+        """By `engine`, `engine:tag` and `UNSEEN`, within the bounds. Never changed: each sample makes a new one."""
         return self._factors
 
     def observe(self, engine: str, tag: Tag, observed_ms: float, predicted_ms: float, now_s: float) -> None:
@@ -64,23 +82,25 @@ class Corrections:
         """
         if not (0 < observed_ms < inf and 0 < predicted_ms < inf):
             return
-        # A single request, however odd, counts for no more than twice the bounds.
-        log_ratio = min(2 * log(HIGHEST_FACTOR), max(2 * log(LOWEST_FACTOR), log(observed_ms) - log(predicted_ms)))
-        key = correction_key(engine, tag)
-        for name in (engine, key):
-            ratio = self._ratios.get(name)
-            if ratio is None:
-                ratio = self._ratios[name] = _LogRatio(now_s)
-            ratio.add(log_ratio, now_s)
-        factors = dict(self._factors)
-        of_engine = self._ratios[engine]
-        wide = of_engine.total / (of_engine.weight + PRIOR_SAMPLES)
-        factors[engine] = _bounded(wide)
-        for name, ratio in self._ratios.items():
-            if name.startswith(f"{engine}:"):
-                factors[name] = _bounded((ratio.total + PRIOR_SAMPLES * wide) / (ratio.weight + PRIOR_SAMPLES))
-        self._factors = factors
+        # A single request, however odd, counts for no more than the bounds.
+        log_ratio = min(log(HIGHEST_FACTOR), max(log(LOWEST_FACTOR), log(observed_ms) - log(predicted_ms)))
+        tags = self._tags.setdefault(engine, {})
+        self._engines.setdefault(engine, _LogRatio(now_s)).add(log_ratio, now_s)
+        tags.setdefault(correction_key(engine, tag), _LogRatio(now_s)).add(log_ratio, now_s)
+        self._factors = self._worked_out()
+
+    def _worked_out(self) -> dict[str, float]:
+        seen = {name: ratio.leaning_on(0.0) for name, ratio in self._engines.items()}
+        factors = {UNSEEN: exp(_faster(seen.values()))}
+        for engine, ratio in self._engines.items():
+            wide = ratio.leaning_on(_faster(found for name, found in seen.items() if name != engine))
+            factors[engine] = exp(wide)
+            for key, of_tag in self._tags[engine].items():
+                factors[key] = exp(of_tag.leaning_on(wide))
+        return factors
 
 
-def _bounded(log_factor: float) -> float:
-    return min(HIGHEST_FACTOR, max(LOWEST_FACTOR, exp(log_factor)))
+def _faster(log_ratios: Iterable[float]) -> float:
+    """How much faster these engines are than in the profile, on average; 0 where they are not."""
+    found = tuple(log_ratios)
+    return min(0.0, fmean(found)) if found else 0.0

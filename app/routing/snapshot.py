@@ -71,7 +71,7 @@ class Snapshot(JsonRecord, frozen=True, kw_only=True):
     arrivals_per_s: float = 0.0
     """Requests a second, lately."""
     corrections: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """Observed/predicted latency by `engine` and by `engine:tag` (see `corrections.py`)."""
+    """Observed/predicted latency by `engine`, by `engine:tag`, and of engines not seen (see `corrections.py`)."""
     accepted_per_step: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Learned draft tokens accepted per step by tag (see `acceptance.py`)."""
 

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from app.routing.acceptance import AcceptanceLearner
 from app.routing.conversations import Conversations
-from app.routing.corrections import HIGHEST_FACTOR, LOWEST_FACTOR, Corrections
+from app.routing.corrections import HIGHEST_FACTOR, LOWEST_FACTOR, Corrections, engine_correction
 from app.routing.settings import RoutingSettings
 from app.routing.tags import Tag
 
@@ -24,6 +24,34 @@ def test_corrections_learn_by_tag_and_lean_on_the_mode() -> None:
     assert "fp16" not in factors
 
 
+def test_where_the_device_is_faster_than_profiled_engines_not_yet_tried_are_taken_to_be_so() -> None:
+    corrections = Corrections()
+    for _ in range(60):
+        corrections.observe("fp16", Tag.NONE, 30.0, 100.0, 0.0)
+        corrections.observe("speculative", Tag.NONE, 40.0, 100.0, 0.0)
+    assert engine_correction(corrections.factors, "int8") == pytest.approx((0.3 * 0.4) ** 0.5, rel=0.2)
+    # Its first request must not send it back to where it cannot be chosen.
+    corrections.observe("int8", Tag.NONE, 30.0, 100.0, 0.0)
+    assert engine_correction(corrections.factors, "int8") == pytest.approx(0.35, rel=0.2)
+
+
+def test_a_slow_engine_says_nothing_of_the_others() -> None:
+    corrections = Corrections()
+    for _ in range(60):
+        corrections.observe("gptq", Tag.NONE, 400.0, 100.0, 0.0)
+    assert corrections.factors["gptq"] == pytest.approx(4.0, rel=0.2)
+    assert engine_correction(corrections.factors, "int8") == 1.0
+
+
+def test_how_engines_compare_is_kept_on_a_device_of_another_speed() -> None:
+    corrections = Corrections()
+    for _ in range(60):
+        corrections.observe("fp16", Tag.NONE, 25.0, 100.0, 0.0)
+        corrections.observe("int8", Tag.NONE, 50.0, 300.0, 0.0)
+    factors = corrections.factors
+    assert factors["int8"] / factors["fp16"] == pytest.approx((50 / 300) / (25 / 100), rel=0.1)
+
+
 def test_one_odd_request_changes_little() -> None:
     corrections = Corrections()
     corrections.observe("fp16", Tag.NONE, 1e9, 1.0, 0.0)
@@ -35,7 +63,7 @@ def test_corrections_are_bounded_whatever_is_observed(samples: list[tuple[float,
     corrections = Corrections()
     for observed_ms, predicted_ms, now_s in samples:
         corrections.observe("m", Tag.NONE, observed_ms, predicted_ms, now_s)
-    assert all(LOWEST_FACTOR <= factor <= HIGHEST_FACTOR for factor in corrections.factors.values())
+    assert all(LOWEST_FACTOR * 0.999 <= factor <= HIGHEST_FACTOR * 1.001 for factor in corrections.factors.values())
 
 
 def test_a_snapshots_corrections_do_not_change_under_it() -> None:

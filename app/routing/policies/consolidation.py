@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from app.routing.coefficients import MAX_BATCH, ModeCoefficients
+from app.routing.corrections import engine_correction
 from app.routing.features import RequestFeatures
 from app.routing.policies.engine_load import Beside, EngineLoad, Hindrance
 from app.routing.policies.prediction import Prediction, accepted_per_step
@@ -166,7 +167,7 @@ def usual_request(known: ModeCoefficients, view: EngineView, snapshot: Snapshot)
     Speculation makes several tokens in a step of one kind of text and none of another, so the mixture decides.
     """
     mode, corrections, shares = known.mode, snapshot.corrections, snapshot.mean_output_shares
-    correction = corrections.get(mode.engine, 1.0)
+    correction = engine_correction(corrections, mode.engine)
     prompt_tokens = snapshot.mean_prompt_tokens
     if mode.prefix_reuse:
         prompt_tokens *= 1.0 - _comes_again(snapshot)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from app.routing.coefficients import MAX_BATCH
+from app.routing.corrections import engine_correction
 from app.routing.features import RequestFeatures
 from app.routing.snapshot import EngineView, Residency, Snapshot
 
@@ -111,7 +112,7 @@ def engine_loads(features: RequestFeatures, snapshot: Snapshot, hindrance: Hindr
                     wait_share += min(1.0, overflow)
         correction = 1.0
         if corrections:
-            correction = corrections.get(name + of_tag, 0.0) or corrections.get(name, 1.0)
+            correction = corrections.get(name + of_tag, 0.0) or engine_correction(corrections, name)
         found[name] = EngineLoad(
             view,
             load,
