@@ -41,12 +41,15 @@ class Written:
 
 
 def wanted_answers(overview: Mapping[str, Any]) -> dict[str, Wanted]:
-    """From `GET /v1/modes`: the ready lossy modes whose text reading shows less than they do."""
+    """From `GET /v1/modes`: the ready modes whose text reading shows less than they do.
+
+    Lossless ones too: one that somebody wants judged all the same must not pass by what shows nothing of it.
+    """
     rows = [row for row in overview.get("data") or () if isinstance(row, dict)]
     states = {row.get("name"): row for row in overview.get("engines") or () if isinstance(row, dict)}
     found = {}
     for row in rows:
-        if row.get("state") != "ready" or row.get("lossless"):
+        if row.get("state") != "ready":
             continue
         engine = str(row.get("engine") or row.get("id"))
         args = (states.get(engine) or {}).get("engine_args") or {}

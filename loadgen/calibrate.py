@@ -234,7 +234,8 @@ def _report(
     assert served is not None
     told = answer(profile, served.modes, load_recipe(recipe_name), found.settings)
     console.print(table_of(told))
-    quality = [_quality_words(one) for one in profile.quality if one.mode in served.lossy]
+    names = {mode.name for mode in served.modes}
+    quality = [_quality_words(one) for one in profile.quality if one.mode in names]
     sentences = words_of(told) + ([found.settings_unknown] if found.settings_unknown else [])
     for sentence in quality + sentences:
         console.print(sentence, markup=False)

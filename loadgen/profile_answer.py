@@ -78,7 +78,7 @@ class Answer:
     light: Gain
     saturating: Gain
     unproven: tuple[str, ...]
-    """Lossy modes that no quality evidence admits to any kind of request."""
+    """Modes that the quality gate admits to no kind of request."""
 
 
 def answer(profile: Profile, modes: Sequence[ModeInfo], recipe: Recipe, settings: RoutingSettings) -> Answer:

@@ -29,10 +29,6 @@ class Served:
         """Modes by engine."""
         return {one.name: [mode.name for mode in self.modes if mode.engine == one.name] for one in self.engines}
 
-    @property
-    def lossy(self) -> frozenset[str]:
-        return frozenset(mode.name for mode in self.modes if not mode.lossless)
-
 
 def read_served(overview: Mapping[str, Any], model: str | None, hardware: str | None) -> Served:
     """From `GET /v1/modes`; model and hardware given by the user win.

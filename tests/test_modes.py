@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.modes import CATALOGUE, REFERENCE, Mode, compose, group_into_engines
+from app.modes import CATALOGUE, REFERENCE, Mode, compose, group_into_engines, kv_cache_changes
 
 PAPER_MODES = """
     fp16 int8 gptq awq speculative prefix_caching chunked_prefill continuous_batching cuda_graphs kv_cache_compression
@@ -72,6 +72,31 @@ def test_a_composed_mode_equals_the_paper_hybrid():
         hybrid.prefix_reuse,
         hybrid.lossless,
     )
+
+
+@pytest.mark.parametrize(
+    ("parts", "lossless"),
+    [
+        (["speculative", "prefix_caching"], False),
+        (["prefix_caching", "speculative_draft"], False),
+        (["speculative_ngram", "wide_kv"], False),
+        (["prefix_caching", "wide_kv"], False),
+        (["chunked_prefill", "prefix_caching", "speculative"], False),
+        (["chunked_prefill", "speculative"], True),
+        (["chunked_prefill", "prefix_caching"], True),
+        (["speculative_draft", "speculative"], True),
+        (["int8", "prefix_caching"], False),
+    ],
+)
+def test_techniques_that_share_the_kv_cache_are_not_lossless_together(parts, lossless):
+    """vllm#43559: prefix caching with speculative decoding loses accuracy."""
+    known = {**CATALOGUE, "wide_kv": Mode("wide_kv", "Wide KV", engine_args={"kv_cache_dtype": "float32"})}
+    assert compose("mine", [known[name] for name in parts]).lossless is lossless
+
+
+def test_no_mode_of_the_catalogue_is_called_lossless_with_two_changes_of_the_kv_cache():
+    assert kv_cache_changes(CATALOGUE["gptq_prefix_caching"]) == {"reuse"}
+    assert all(len(kv_cache_changes(mode)) < 2 for mode in CATALOGUE.values() if mode.lossless)
 
 
 @pytest.mark.parametrize(

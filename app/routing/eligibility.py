@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from app.routing.decision import Ineligible, Refusal
 from app.routing.features import Quality, RequestFeatures
 from app.routing.mode_info import ModeInfo
-from app.routing.profile import GateOutcome, Profile
+from app.routing.profile import GateOutcome, Profile, QualityEvidence
 from app.routing.settings import RoutingSettings
 from app.routing.snapshot import Residency, Snapshot
 
@@ -16,22 +16,25 @@ _AVAILABLE = frozenset({Residency.RESIDENT, Residency.ASLEEP, Residency.WAKING})
 
 
 class QualityGate:
-    """Lossy modes pass by measured evidence or by the operator's word, lossless ones by construction.
+    """Lossy modes pass by measured evidence or by the operator's word, lossless ones until they measurably fail.
 
     Evidence is looked up from the most specific scope to the least: the client's label, the tag, the class, `any`.
+    A lossless reference mode passes always: it is what others are measured against.
     """
 
-    __slots__ = ("_accepted", "_lossy", "_outcomes", "_refused", "_scopes")
+    __slots__ = ("_accepted", "_judged", "_outcomes", "_refused", "_scopes")
 
-    def __init__(self, modes: Iterable[ModeInfo], profile: Profile | None, accepted_modes: frozenset[str]) -> None:
-        self._lossy = tuple(mode.name for mode in modes if not mode.lossless)
-        self._accepted = accepted_modes
+    def __init__(
+        self, modes: Iterable[ModeInfo], evidence: Iterable[QualityEvidence], settings: RoutingSettings
+    ) -> None:
+        self._judged = tuple(mode for mode in modes if not (mode.lossless and mode.name == settings.reference_mode))
+        self._accepted = settings.accepted_modes
         self._outcomes: dict[tuple[str, str], GateOutcome] = {}
-        for evidence in profile.quality if profile is not None else ():
-            key = (evidence.mode, evidence.scope)
-            # Several pieces of evidence for one scope (accuracy, ROUGE-L): all must pass.
-            if self._outcomes.get(key, GateOutcome.PASS) is GateOutcome.PASS:
-                self._outcomes[key] = evidence.outcome
+        for piece in evidence:
+            key = (piece.mode, piece.scope)
+            # Several pieces of evidence for one scope (accuracy, ROUGE-L): all must pass, and one that fails decides.
+            if piece.outcome is GateOutcome.FAIL or self._outcomes.get(key, GateOutcome.PASS) is GateOutcome.PASS:
+                self._outcomes[key] = piece.outcome
         self._scopes = frozenset(scope for _, scope in self._outcomes)
         # One entry per scope a request can be in; labels without evidence share one, so that clients cannot grow it.
         self._refused: dict[tuple[str | None, str, str, str], Mapping[str, Ineligible]] = {}
@@ -46,19 +49,22 @@ class QualityGate:
         return refused
 
     def _judge(self, label: str | None, features: RequestFeatures) -> dict[str, Ineligible]:
-        if features.wishes.quality is Quality.EXACT:
-            return dict.fromkeys(self._lossy, Ineligible.NOT_LOSSLESS)
+        exact = features.wishes.quality is Quality.EXACT
+        scopes = [scope for scope in (label, features.tag, features.request_class, ANY_SCOPE) if scope is not None]
         refused = {}
-        for name in self._lossy:
-            if name in self._accepted:
-                continue
-            scopes = (label, features.tag, features.request_class, ANY_SCOPE)
-            outcomes = (self._outcomes.get((name, scope)) for scope in scopes if scope is not None)
-            outcome = next((found for found in outcomes if found is not None), None)
-            if outcome is GateOutcome.FAIL:
-                refused[name] = Ineligible.QUALITY_FAILED
-            elif outcome is not GateOutcome.PASS:
-                refused[name] = Ineligible.QUALITY_UNPROVEN
+        for mode in self._judged:
+            outcomes = [self._outcomes[mode.name, scope] for scope in scopes if (mode.name, scope) in self._outcomes]
+            if mode.lossless:
+                # What decided nothing says nothing against it, and leaves the word to a wider scope.
+                outcomes = [outcome for outcome in outcomes if outcome in (GateOutcome.PASS, GateOutcome.FAIL)]
+            if exact and not mode.lossless:
+                refused[mode.name] = Ineligible.NOT_LOSSLESS
+            elif mode.name in self._accepted and not exact:
+                continue  # whoever asks for an exact answer has accepted no loss
+            elif outcomes and outcomes[0] is GateOutcome.FAIL:
+                refused[mode.name] = Ineligible.QUALITY_FAILED
+            elif not mode.lossless and (not outcomes or outcomes[0] is not GateOutcome.PASS):
+                refused[mode.name] = Ineligible.QUALITY_UNPROVEN
         return refused
 
 
@@ -69,7 +75,7 @@ class Eligibility:
 
     def __init__(self, modes: Iterable[ModeInfo], settings: RoutingSettings, profile: Profile | None) -> None:
         self.modes: Sequence[ModeInfo] = tuple(modes)
-        self._gate = QualityGate(self.modes, profile, settings.accepted_modes)
+        self._gate = QualityGate(self.modes, profile.quality if profile is not None else (), settings)
         grouped: dict[str, list[ModeInfo]] = {}
         for mode in self.modes:
             grouped.setdefault(mode.engine, []).append(mode)
@@ -90,7 +96,8 @@ class Eligibility:
         if mode.name in snapshot.tripped_modes:
             return Ineligible.BREAKER_OPEN
         if gated:
-            why = self._mode_refuses(mode, features, self._weights_kept(features, snapshot))
+            gate = self._gate.refused(features)
+            why = self._mode_refuses(mode, gate, self._weights_kept(features, snapshot))
         elif features.wishes.quality is Quality.EXACT and not mode.lossless:
             why = Ineligible.NOT_LOSSLESS
         if why is not None:
@@ -119,7 +126,7 @@ class Eligibility:
                     if mode.name in snapshot.tripped_modes:
                         reason = Ineligible.BREAKER_OPEN
                     else:
-                        reason = self._mode_refuses(mode, features, weights)
+                        reason = self._mode_refuses(mode, gate, weights)
                         if reason is None and not free:
                             reason = _queue_refuses(engine, features, snapshot)
                 if reason is None:
@@ -128,11 +135,10 @@ class Eligibility:
                     refused[mode.name] = reason
         return eligible, refused
 
-    def _mode_refuses(self, mode: ModeInfo, features: RequestFeatures, weights: str | None) -> Ineligible | None:
-        if not mode.lossless:
-            why = self._gate.refused(features).get(mode.name)
-            if why is not None:
-                return why
+    def _mode_refuses(self, mode: ModeInfo, gate: Mapping[str, Ineligible], weights: str | None) -> Ineligible | None:
+        why = gate.get(mode.name)
+        if why is not None:
+            return why
         if mode.name in self._too_large:
             return Ineligible.MEMORY
         return Ineligible.OTHER_WEIGHTS if weights is not None and mode.weights != weights else None

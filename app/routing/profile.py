@@ -30,7 +30,7 @@ class _Part(BaseModel):
 
 
 class GateOutcome(StrEnum):
-    """Only `pass` makes a lossy mode eligible."""
+    """Only `pass` makes a lossy mode eligible; `fail` keeps out any mode but the reference."""
 
     PASS = "pass"
     FAIL = "fail"

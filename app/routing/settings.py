@@ -34,7 +34,7 @@ class RoutingSettings(BaseModel):
     """Free share of device memory below which memory is under pressure."""
 
     accepted_modes: frozenset[str] = frozenset()
-    """Lossy modes that the operator declares acceptable without a measured pass."""
+    """Modes that the operator declares acceptable: lossy ones without a measured pass, any one in spite of a fail."""
     max_energy_ratio: float | None = Field(default=None, gt=0)
     """Predicted joules against the reference mode's, at most (paper's oracle: 1.00). None: no constraint."""
     max_memory_ratio: float | None = Field(default=None, gt=0)

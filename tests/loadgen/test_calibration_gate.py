@@ -100,7 +100,7 @@ def test_one_mode_of_each_lossy_engine_is_asked_unless_it_was_judged() -> None:
     assert [(one.mode, one.outcome) for one in found] == [("int8", "pass"), ("int8_more", "pass")]
 
 
-def test_wanted_answers_are_of_lossy_modes_that_reuse_or_store_otherwise() -> None:
+def test_wanted_answers_are_of_modes_that_reuse_or_store_otherwise() -> None:
     found = wanted_answers(CachingApplication().overview())
     assert found == {
         "int8_prefix_caching": Wanted("int8", True, None),
@@ -110,6 +110,8 @@ def test_wanted_answers_are_of_lossy_modes_that_reuse_or_store_otherwise() -> No
     told = {"data": [row], "engines": [{"name": "e", "engine_args": {"kv_cache_dtype": "fp8_e5m2"}}]}
     assert wanted_answers(told) == {"a": Wanted("e", False, "fp8_e5m2")}
     assert wanted_answers({"data": [row | {"state": "starting"}]}) == {}
+    # Nobody judges a lossless mode unasked; who does wants to see what it writes.
+    assert wanted_answers({"data": [row | {"lossless": True, "prefix_reuse": True}]}) == {"a": Wanted("e", True, None)}
 
 
 def test_answers_are_compared_until_they_differ() -> None:

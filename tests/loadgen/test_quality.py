@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from app.routing.eligibility import QualityGate
 from app.routing.mode_info import ModeInfo
 from app.routing.profile import GateOutcome, QualityEvidence, parse_profile
+from app.routing.settings import RoutingSettings
 from app.routing.tags import Tag
 from loadgen.benchmarks import (
     BenchmarkUnreadable,
@@ -240,7 +241,8 @@ async def test_a_mode_that_reuses_prefixes_must_answer_from_its_cache(
     content = {"schema_version": 1, "version": "v", "model": "m", "hardware": "h", "modes": {"int8": curve}}
     content["quality"] = [item.model_dump(mode="json") for item in found]
     profile = parse_profile(content, model="m", hardware="h")
-    gate = QualityGate([ModeInfo("int8_prefix_caching", "int8", "int8", lossless=False)], profile, frozenset())
+    mode = ModeInfo("int8_prefix_caching", "int8", "int8", lossless=False)
+    gate = QualityGate([mode], profile.quality, RoutingSettings())
     features = features_of(RequestKind(kind="story", prompt_tokens=100, output_tokens=50))
     assert bool(gate.refused(features)) == (outcome == "fail")
 

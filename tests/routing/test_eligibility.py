@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from app.modes import CATALOGUE, compose, group_into_engines
 from app.routing.decision import Ineligible
 from app.routing.eligibility import Eligibility, refusal_code
 from app.routing.features import Quality, RequestFeatures, Wishes
@@ -145,6 +146,70 @@ def test_the_most_specific_evidence_decides(
     found = reasons(modes, profile, features(label=label, tag=tag), snapshot())
     assert found.get("gptq") is why
     assert found["gptq_prefix_caching"] is Ineligible.QUALITY_UNPROVEN
+
+
+def piece_of(mode: str, scope: str, outcome: str = "fail", metric: str = "kl") -> dict[str, Any]:
+    return {"mode": mode, "scope": scope, "outcome": outcome, "metric": metric}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "tag", "why"),
+    [
+        ([("none", "fail")], Tag.NONE, Ineligible.QUALITY_FAILED),
+        ([("none", "fail")], Tag.CODE, None),
+        ([("none", "fail"), ("any", "pass")], Tag.CODE, None),
+        ([("any", "fail"), ("none", "pass")], Tag.NONE, None),
+        ([("any", "fail"), ("none", "no_signal")], Tag.NONE, Ineligible.QUALITY_FAILED),
+        ([("none", "insufficient_evidence")], Tag.NONE, None),
+        # Its texts decided nothing, its own answers did.
+        ([("none", "insufficient_evidence"), ("none", "fail")], Tag.NONE, Ineligible.QUALITY_FAILED),
+    ],
+)
+def test_a_lossless_mode_serves_until_it_fails(
+    content: Make,
+    modes: tuple[ModeInfo, ...],
+    features: Make,
+    snapshot: Make,
+    pieces: list[tuple[str, str]],
+    tag: Tag,
+    why: Ineligible | None,
+) -> None:
+    quality = [piece_of("speculative", *piece) for piece in pieces]
+    profile = parse_profile(content(quality=quality), model="tiny", hardware="box")
+    accepted = {"accepted_modes": frozenset({"speculative"})}
+    assert reasons(modes, profile, features(tag=tag), snapshot()).get("speculative") is why
+    assert "speculative" not in reasons(modes, profile, features(tag=tag), snapshot(), **accepted)
+    # Accepting a loss does not make it exact.
+    exact = features(tag=tag, wishes=Wishes(quality=Quality.EXACT))
+    for settings in ({}, accepted):
+        assert reasons(modes, profile, exact, snapshot(), **settings).get("speculative") is why
+
+
+def test_the_reference_cannot_fail_against_itself(
+    content: Make, modes: tuple[ModeInfo, ...], features: Make, snapshot: Make
+) -> None:
+    quality = [piece_of("fp16", "any"), piece_of("prefix_caching", "any"), piece_of("gptq", "any")]
+    profile = parse_profile(content(quality=quality), model="tiny", hardware="box")
+    refused = reasons(modes, profile, features(), snapshot())
+    assert "fp16" not in refused
+    assert refused["prefix_caching"] is Ineligible.QUALITY_FAILED
+    # What is lossy is measured against another mode, whatever ratios are taken against.
+    lossy = reasons(modes, profile, features(), snapshot(), reference_mode="gptq")
+    assert (lossy["gptq"], lossy["fp16"]) == (Ineligible.QUALITY_FAILED, Ineligible.QUALITY_FAILED)
+
+
+def test_a_composition_that_shares_the_kv_cache_needs_a_pass(content: Make, features: Make, snapshot: Make) -> None:
+    mine = compose("mine", [CATALOGUE["speculative"], CATALOGUE["prefix_caching"]])
+    (engine,) = group_into_engines([CATALOGUE["speculative"], mine], "cpu")
+    infos = tuple(ModeInfo(mode.name, engine.name, "fp16", mode.lossless) for mode in engine.modes)
+    for outcome, why in (("pass", None), ("fail", Ineligible.QUALITY_FAILED)):
+        profile = parse_profile(content(quality=[piece_of("mine", "any", outcome)]), model="tiny", hardware="box")
+        assert reasons(infos, profile, features(), snapshot()).get("mine") is why
+    unproven = reasons(infos, None, features(), snapshot())
+    assert unproven == {"mine": Ineligible.QUALITY_UNPROVEN}
+    assert reasons(infos, None, features(), snapshot(), accepted_modes=frozenset({"mine"})) == {}
+    exact = features(wishes=Wishes(quality=Quality.EXACT))
+    assert reasons(infos, profile, exact, snapshot()) == {"mine": Ineligible.NOT_LOSSLESS}
 
 
 def test_a_conversation_keeps_its_weights_while_they_are_there(
