@@ -1,8 +1,8 @@
 """How far a mode's own answers stray from the reference's, token by token for as long as both write the same.
 
-A text that is read in one pass never touches what a combination can break: vLLM reads no cached prefix for it, and a
-backend may use its KV cache only while it generates. So a mode that reuses prefixes is asked everything twice, and the
-answer from its cache is the one that is compared.
+A text that is read in one pass never touches what a combination can break: vLLM reads no cached prefix for it and
+drafts nothing, and a backend may use its KV cache only while it generates. So a mode that reuses prefixes is asked
+everything twice, and the answer from its cache is the one that is compared; one that speculates must have drafted.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ class Wanted:
     reuses_prefixes: bool
     kv_dtype: str | None
     """Of its KV cache, where it is not the model's own."""
+    speculates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,15 @@ def wanted_answers(overview: Mapping[str, Any]) -> dict[str, Wanted]:
         if row.get("state") != "ready":
             continue
         engine = str(row.get("engine") or row.get("id"))
-        args = (states.get(engine) or {}).get("engine_args") or {}
-        kv_dtype = (row.get("engine_delta") or {}).get("kv_cache_dtype") or args.get("kv_cache_dtype")
-        wanted = Wanted(engine, bool(row.get("prefix_reuse")), None if kv_dtype in (None, "auto") else str(kv_dtype))
-        if wanted.reuses_prefixes or wanted.kv_dtype:
+        args, delta = (states.get(engine) or {}).get("engine_args") or {}, row.get("engine_delta") or {}
+        kv_dtype = delta.get("kv_cache_dtype") or args.get("kv_cache_dtype")
+        wanted = Wanted(
+            engine,
+            bool(row.get("prefix_reuse")),
+            None if kv_dtype in (None, "auto") else str(kv_dtype),
+            bool(delta.get("speculative_config") or args.get("speculative_config")),
+        )
+        if wanted.reuses_prefixes or wanted.kv_dtype or wanted.speculates:
             found[str(row["id"])] = wanted
     return found
 
@@ -73,8 +79,8 @@ async def measure_answers(
 ) -> None:
     """Lets the reference and every mode continue every text; a mode is in `found` once all of its answers are there.
 
-    Raises FidelityUnavailable, also where the server cannot show that repeated prompts came from the cache, and
-    ServerFault.
+    Raises ServerFault, and FidelityUnavailable: at once for answers without log-probabilities, in the end for modes of
+    which the server does not show that repeated prompts came from the cache, or that tokens were drafted.
     """
     slots = asyncio.Semaphore(concurrency)
 
@@ -85,18 +91,17 @@ async def measure_answers(
             return written
 
     references = await all_of(answer(reference_mode, text) for text in texts)
+    unshown = []
     for mode, wanted in modes.items():
-        asks = 2 if wanted.reuses_prefixes else 1
-        before = await _cached_tokens(client, wanted.engine) if wanted.reuses_prefixes else 0
-        answers = await all_of(answer(mode, text, asks) for text in texts)
-        if wanted.reuses_prefixes:
-            cached = await _cached_tokens(client, wanted.engine) - before
-            repeated = sum(written.prompt_tokens for written in answers)
-            if cached < _CACHED_SHARE_MIN * repeated:
-                raise FidelityUnavailable(
-                    f"{mode} took only {cached} of {repeated} repeated prompt tokens from its cache"
-                )
-        found[mode] = [divergence(*pair) for pair in zip(references, answers, strict=True)]
+        before = await _counters(client, wanted.engine)
+        answers = await all_of(answer(mode, text, 2 if wanted.reuses_prefixes else 1) for text in texts)
+        after = await _counters(client, wanted.engine)
+        if why := _not_shown(mode, wanted, before, after, sum(written.prompt_tokens for written in answers)):
+            unshown.append(why)
+        else:
+            found[mode] = [divergence(*pair) for pair in zip(references, answers, strict=True)]
+    if unshown:
+        raise FidelityUnavailable("; ".join(unshown))
 
 
 async def write(client: OpenAIClient, model: str, text: str, top_tokens: int = TOP_TOKENS) -> Written:
@@ -136,10 +141,33 @@ def divergence(reference: Written, other: Written) -> Divergence:
     return Divergence(fmean(item.kl_nats for item in found), fmean(item.covered for item in found))
 
 
-async def _cached_tokens(client: OpenAIClient, engine: str) -> int:
-    """How many prompt tokens an engine has taken from its cache since it started."""
+@dataclass(frozen=True, slots=True)
+class _Counters:
+    """Of an engine, since it started: prompt tokens from its cache, and drafted ones. None where it does not tell."""
+
+    cached: int | None = None
+    drafted: int | None = None
+
+
+async def _counters(client: OpenAIClient, engine: str) -> _Counters:
     for state in await engines(client) or []:
-        hits = state.get("prefix_hits_tokens")
-        if state.get("name") == engine and isinstance(hits, int):
-            return hits
-    raise FidelityUnavailable(f"{client.base_url} does not tell what {engine} takes from its cache")
+        if state.get("name") == engine:
+            told = (state.get(counter) for counter in ("prefix_hits_tokens", "draft_tokens"))
+            return _Counters(*(count if isinstance(count, int) else None for count in told))
+    return _Counters()
+
+
+def _not_shown(mode: str, wanted: Wanted, before: _Counters, after: _Counters, repeated_tokens: int) -> str | None:
+    """Why answers say nothing of what they are wanted for; None where they do."""
+    if wanted.reuses_prefixes:
+        if before.cached is None or after.cached is None:
+            return f"the server does not tell what {wanted.engine} takes from its cache"
+        cached = after.cached - before.cached
+        if cached < _CACHED_SHARE_MIN * repeated_tokens:
+            return f"{mode} took only {cached} of {repeated_tokens} repeated prompt tokens from its cache"
+    if wanted.speculates:
+        if before.drafted is None or after.drafted is None:
+            return f"the server does not tell what {wanted.engine} drafts"
+        if after.drafted <= before.drafted:
+            return f"{mode} drafted nothing for its answers"
+    return None

@@ -3,8 +3,9 @@
 Every mode reads the same text and says how probable it found each token, so one prompt gives hundreds of paired
 observations; a small model, whose right answers are near chance, is resolved all the same.
 
-Text is read in one pass, and vLLM reads no cached prefix for it. What a mode loses only while it generates, such as
-through a compressed KV cache or a reused prefix, shows in answers alone: see `answer_fidelity`.
+Text is read in one pass, and vLLM reads no cached prefix and drafts nothing for it. What a mode loses only while it
+generates, such as through a compressed KV cache, a reused prefix or drafts, shows in answers alone: see
+`answer_fidelity`.
 """
 
 import asyncio

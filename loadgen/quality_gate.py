@@ -1,7 +1,8 @@
 """The quality gate: from paired measurements of a mode and the reference to an outcome with its confidence interval.
 
 A combination is never inferred from its parts. Modes of one engine share what is one computation, such as a text read
-without cached prefixes; one that reuses prefixes, or keeps its KV cache in another type, must show its own answers too.
+without cached prefixes; one that reuses prefixes, speculates, or keeps its KV cache in another type must show its own
+answers too.
 Pure.
 """
 

@@ -1,4 +1,4 @@
-"""Modes of two engines that read every text well; what breaks only in their own answers is told."""
+"""Modes that read every text well; what breaks only in their own answers is told."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,14 +17,16 @@ RIGHT, WRONG = {"token_id:1": -0.1, "token_id:2": -2.4}, {"token_id:1": -3.0, "t
 class CachingApplication:
     """corrupts: modes that answer wrong once the prompt comes from the cache. strays: modes that always do.
 
-    max_logprobs: refused above, as vLLM does.
+    max_logprobs: refused above, as vLLM does. drafts: tokens proposed for each answer of a mode that speculates.
     """
 
     corrupts: frozenset[str] = frozenset()
     strays: frozenset[str] = frozenset()
     caches: bool = True
     max_logprobs: int = 100
+    drafts: int = 5
     hits: int = 0
+    drafted: int = 0
     seen: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
 
@@ -41,8 +43,12 @@ class CachingApplication:
                 mode("int8_batched", "int8"),
                 mode("int8_prefix_caching", "int8", prefix_reuse=True),
                 mode("fp8_kv", "fp8_kv", engine_delta={"kv_cache_dtype": "fp8"}),
+                mode("int8_speculative", "int8_speculative", engine_delta={"speculative_config": {"method": "ngram"}}),
             ],
-            "engines": [{"name": name, "prefix_hits_tokens": self.hits} for name in ("fp16", "int8", "fp8_kv")],
+            "engines": [
+                {"name": name, "prefix_hits_tokens": self.hits, "draft_tokens": self.drafted}
+                for name in ("fp16", "int8", "fp8_kv", "int8_speculative")
+            ],
         }
 
     async def modes(self, request: web.Request) -> web.Response:
@@ -64,6 +70,8 @@ class CachingApplication:
         if reuses:
             self.seen.add(body["prompt"])
             self.hits += len(words) - 1 if hit else 0
+        if "speculative" in mode:
+            self.drafted += self.drafts
         top = WRONG if mode in self.strays or (hit and mode in self.corrupts) else RIGHT
         count = body["max_tokens"]
         logprobs = {"tokens": [max(top, key=top.__getitem__)] * count, "top_logprobs": [top] * count}

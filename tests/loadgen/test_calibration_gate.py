@@ -63,11 +63,27 @@ async def test_a_kv_cache_that_loses_only_while_generating_does_not_pass() -> No
     assert (found["fp8_kv", KL].outcome, found["fp8_kv", GENERATED_KL].outcome) == ("pass", "fail")
 
 
+async def test_speculation_that_strays_only_while_generating_does_not_pass() -> None:
+    found, why = await judged(CachingApplication(strays=frozenset({"int8_speculative"})))
+    assert why is None
+    assert found["int8_speculative", KL].outcome == "pass", "no draft runs while a text is read"
+    assert found["int8_speculative", GENERATED_KL].outcome == "fail"
+    sound, _ = await judged(CachingApplication())
+    assert sound["int8_speculative", GENERATED_KL].outcome == "pass"
+
+
+async def test_answers_without_a_draft_are_no_evidence_of_speculation() -> None:
+    found, why = await judged(CachingApplication(drafts=0))
+    assert "int8_speculative drafted nothing" in str(why)
+    assert found["int8_speculative", GENERATED_KL].outcome == "insufficient_evidence"
+
+
 async def test_answers_that_did_not_come_from_the_cache_are_no_evidence() -> None:
     found, why = await judged(CachingApplication(caches=False))
     assert why is not None
     assert "from its cache" in why
     assert found["int8_prefix_caching", GENERATED_KL].outcome == "insufficient_evidence"
+    assert found["fp8_kv", GENERATED_KL].outcome == "pass", "what comes after it is judged all the same"
 
 
 async def test_what_fails_by_its_texts_costs_no_answers() -> None:
@@ -100,15 +116,21 @@ def test_one_mode_of_each_lossy_engine_is_asked_unless_it_was_judged() -> None:
     assert [(one.mode, one.outcome) for one in found] == [("int8", "pass"), ("int8_more", "pass")]
 
 
-def test_wanted_answers_are_of_modes_that_reuse_or_store_otherwise() -> None:
+def test_wanted_answers_are_of_modes_that_reuse_or_draft_or_store_otherwise() -> None:
     found = wanted_answers(CachingApplication().overview())
     assert found == {
         "int8_prefix_caching": Wanted("int8", True, None),
         "fp8_kv": Wanted("fp8_kv", False, "fp8"),
+        "int8_speculative": Wanted("int8_speculative", False, None, speculates=True),
     }
     row = {"id": "a", "engine": "e", "state": "ready"}
     told = {"data": [row], "engines": [{"name": "e", "engine_args": {"kv_cache_dtype": "fp8_e5m2"}}]}
     assert wanted_answers(told) == {"a": Wanted("e", False, "fp8_e5m2")}
+    # A draft model shows in the engine's settings as well, and so does that there is none.
+    for config, speculates in (({"model": "small"}, True), (None, False)):
+        args = {"kv_cache_dtype": "auto", "speculative_config": config}
+        found = wanted_answers({"data": [row], "engines": [{"name": "e", "engine_args": args}]})
+        assert found == ({"a": Wanted("e", False, None, speculates=True)} if speculates else {})
     assert wanted_answers({"data": [row | {"state": "starting"}]}) == {}
     # Nobody judges a lossless mode unasked; who does wants to see what it writes.
     assert wanted_answers({"data": [row | {"lossless": True, "prefix_reuse": True}]}) == {"a": Wanted("e", True, None)}
