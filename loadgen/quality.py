@@ -150,10 +150,13 @@ async def _measure(plan: Plan, measured: Measured, console: Console) -> None:
 async def _answers(
     client: OpenAIClient, plan: Plan, served: str, modes: Sequence[str], measured: Measured, console: Console
 ) -> None:
-    """Of the modes that texts and single questions show too little of; a server that cannot give them is told."""
+    """Of the modes that texts and single questions show too little of; a server that cannot give them is told.
+
+    Raises ServerFault, also where the server does not say which modes those are: they would pass by texts alone.
+    """
     try:
-        wanted = wanted_answers(await client.get_json("/v1/modes"))
-    except ServerFault:  # a server without modes: nothing is known of them
+        wanted = wanted_answers(await overview_of(client))
+    except NothingServed:  # a server without modes: nothing is known of them
         return
     measured.wanted = {mode: why for mode, why in wanted.items() if mode in modes}
     if measured.wanted:

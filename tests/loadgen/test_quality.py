@@ -248,6 +248,37 @@ async def test_a_mode_that_reuses_prefixes_must_answer_from_its_cache(
 
 
 @pytest.mark.timeout(60)
+async def test_a_fault_while_modes_are_listed_lets_no_mode_pass_by_its_texts(tmp_path: Path) -> None:
+    application = CachingApplication(corrupts=frozenset({"int8_prefix_caching"}))
+    statuses = [503]
+
+    @web.middleware
+    async def busy_once(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path == "/v1/modes" and statuses:
+            return web.json_response({"error": {"message": "busy"}}, status=statuses.pop())
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    app = application.app()
+    app.middlewares.append(busy_once)
+    server = await serve(app)
+    # With these named the command has no other need of the list.
+    more = ("--model", "m", "--mode", "int8_prefix_caching", "--texts", "20", "--out", str(tmp_path))
+    process = command("--base-url", str(server.make_url("")), *more)
+    words = await finished(process)
+    assert statuses == []
+    assert process.returncode == 2, words
+    assert "/v1/modes: HTTP 503: busy" in words
+    assert not (tmp_path / "quality.json").exists()
+    process = command("--base-url", str(server.make_url("")), *more)
+    words = await finished(process)
+    await server.close()
+    assert process.returncode == 0, words
+    found = TypeAdapter(list[QualityEvidence]).validate_json((tmp_path / "quality.json").read_bytes())
+    assert {item.metric: item.outcome.value for item in found}["generated_kl_nats_per_token"] == "fail"
+
+
+@pytest.mark.timeout(60)
 async def test_a_server_without_modes_is_judged_by_its_models(tmp_path: Path) -> None:
     asked: set[str] = set()
 
