@@ -108,7 +108,6 @@ def write_example_model(path: Path, version: str = "example", model: str = "benc
 
     Raises OSError.
     """
-    from app.routing.policies.learned import feature_vector
     from app.routing.tags import Tag
     from loadgen.best_mode import Constraints, Measured
     from loadgen.learners import export, fit
@@ -120,7 +119,7 @@ def write_example_model(path: Path, version: str = "example", model: str = "benc
         prompt, output, tag = rng.randint(16, 4_000), rng.randint(1, 512), rng.choice(list(Tag))
         costs = {"fp16": (1, 40), "int8": (1.2, 30), "gptq": (2, 20), "speculative": (1.1, 10 + 5 * len(tag.value))}
         measured = {mode: Measured(read * prompt + step * output) for mode, (read, step) in costs.items()}
-        examples.append(Example(str(number), tuple(feature_vector(paper_features(prompt, output, tag))), measured))
+        examples.append(Example(str(number), paper_features(prompt, output, tag), measured))
     data = Dataset(examples, "fp16")
     fitted = fit("tree", data, data.features(), Constraints())
     path.write_bytes(export(fitted, version=version, model=model, hardware=hardware))

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from app.controller.trained_model import OnnxPredictor
 from app.routing.policies.learned import PredictorRefused
-from loadgen.best_mode import Constraints
+from loadgen.best_mode import Constraint, Constraints
+from loadgen.calibration_profile import CalibrationFailed, read_quality
 from loadgen.console import results_console
 from loadgen.interruption import EXIT_INTERRUPTED, signals_as_interrupts
 from loadgen.learners import (
@@ -181,6 +182,14 @@ def _describe(name: str, data: Dataset, console: Console) -> None:
     )
 
 
+def _missing_words(missing: Mapping[Constraint, float], data: Dataset) -> str:
+    """Which limits the labels do not keep to everywhere, and in how many requests."""
+    total = float(data.weights().sum())
+    parts = (f"{kind} in {count:.0f} of {total:.0f} requests" for kind, count in missing.items())
+    hint = " (--quality FILE or --allow MODE keep out what loses quality)" if Constraint.QUALITY in missing else ""
+    return f"Limits that the labels do not keep to, for want of measurements: {', '.join(parts)}{hint}."
+
+
 def register(app: typer.Typer) -> None:
     """Adds `train`."""
 
@@ -190,6 +199,10 @@ def register(app: typer.Typer) -> None:
         model: Annotated[str | None, typer.Option(help="Model that was measured, as the profile names it.")] = None,
         hardware: Annotated[str | None, typer.Option(help="Hardware that was measured on.")] = None,
         reference: Annotated[str, typer.Option(help="Mode that energy is constrained by.")] = "fp16",
+        quality: Annotated[
+            Path | None, typer.Option(help="Quality evidence, as `quality` writes it: what it keeps out is no label.")
+        ] = None,
+        allow: Annotated[list[str] | None, typer.Option(help="Only these modes and the reference.")] = None,
         learner: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(LEARNERS)}; all by default.")] = None,
         confusion: Annotated[bool, typer.Option(help="Show the confusion matrices.")] = True,
         out: Annotated[Path, typer.Option(help="Folder for the models and train.json.")] = Path("results/train"),
@@ -201,13 +214,24 @@ def register(app: typer.Typer) -> None:
             raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(LEARNERS)}")
         if data is not None and (model is None or hardware is None):
             raise typer.BadParameter("a model is trained for one --model on one --hardware: name both")
+        if data is None and quality is not None:
+            raise typer.BadParameter("the paper's table has a quality of its own: --quality is for your data")
         found, interrupted = Found(), False
         try:
             used = paper_dataset(load_tables()) if data is None else read_training(data, reference)
+            if allow:
+                used = used.allowing(allow)
+            if quality is not None:
+                used = used.passing(read_quality(quality))
+            missing = used.not_judged(Constraints())
+            if allow or quality is not None:
+                missing.pop(Constraint.QUALITY, None)
             require_writable(out / "train.json")
             try:
                 with signals_as_interrupts():
                     _describe("the paper's table" if data is None else str(data), used, console)
+                    if missing:
+                        console.print(_missing_words(missing, used), style="yellow", markup=False)
                     judge_all(used, learners, found.held, console)
                     _show_held(found.held, confusion, console)
                     names = (model or PAPER_MODEL, hardware or PAPER_HARDWARE)
@@ -216,8 +240,21 @@ def register(app: typer.Typer) -> None:
                 interrupted = True
             if found.exported:
                 console.print(_exported_table(found.exported))
-            _write(out / "train.json", str(data or "paper"), used, found, interrupted)
-        except (TrainingDataUnusable, TablesDamaged, PredictorRefused, OutputUnwritable, ImportError) as error:
+            about = {
+                "data": str(data or "paper"),
+                "allow": allow,
+                "quality": None if quality is None else str(quality),
+                "not_judged": missing,
+            }
+            _write(out / "train.json", about, used, found, interrupted)
+        except (
+            CalibrationFailed,
+            TrainingDataUnusable,
+            TablesDamaged,
+            PredictorRefused,
+            OutputUnwritable,
+            ImportError,
+        ) as error:
             console.print(f"train: {error}", style="red", markup=False)
             raise typer.Exit(2) from error
         except OSError as error:
@@ -236,13 +273,13 @@ def _show_held(held: Mapping[str, Held], confusion: bool, console: Console) -> N
             console.print(confusion_table(name, held[name]))
 
 
-def _write(path: Path, source: str, data: Dataset, found: Found, interrupted: bool) -> None:
+def _write(path: Path, about: Mapping[str, Any], data: Dataset, found: Found, interrupted: bool) -> None:
     write_json(
         path,
         {
             "command": "train",
             "interrupted": interrupted,
-            "data": source,
+            **about,
             "reference": data.reference,
             "held": _as_json(found.held),
             "exported": {name: item._asdict() | {"path": str(item.path)} for name, item in found.exported.items()},

@@ -1,8 +1,8 @@
 """What routers are trained on: requests with their features and what every mode made of them."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 from pathlib import Path
@@ -12,11 +12,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from app.modes import CATALOGUE
 from app.routing.classes import BatchPressure, classify, output_shape, prefill_score, prompt_shape
+from app.routing.eligibility import QualityGate
 from app.routing.features import RequestFeatures
+from app.routing.mode_info import ModeInfo
 from app.routing.policies.learned import FEATURE_NAMES, feature_vector
+from app.routing.profile import QualityEvidence
+from app.routing.settings import RoutingSettings
 from app.routing.tags import Tag
-from loadgen.best_mode import Constraints, Measured, best_mode
+from loadgen.best_mode import Constraint, Constraints, Measured, best_mode
 from loadgen.paper.rules import PAPER_NAMES
 from loadgen.paper.tables import PaperTables
 
@@ -38,9 +43,14 @@ class Example:
     """
 
     group: str
-    vector: tuple[float, ...]
+    features: RequestFeatures
     modes: Mapping[str, Measured]
     weight: float = 1.0
+
+    @property
+    def vector(self) -> tuple[float, ...]:
+        """What a router sees of it."""
+        return tuple(feature_vector(self.features))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,49 @@ class Dataset:
 
     def weights(self) -> NDArray[np.float64]:
         return np.array([example.weight for example in self.examples], dtype=np.float64)
+
+    def not_judged(self, constraints: Constraints) -> dict[Constraint, float]:
+        """By constraint, the requests in which it could not hold back some mode for want of a measurement."""
+        found = dict.fromkeys(Constraint, 0.0)
+        for example in self.examples:
+            reference = example.modes[self.reference]
+            others = [mode for name, mode in example.modes.items() if name != self.reference]
+            for kind in Constraint:
+                if any(kind not in constraints.judged(mode, reference) for mode in others):
+                    found[kind] += example.weight
+        return {kind: requests for kind, requests in found.items() if requests}
+
+    def allowing(self, modes: Collection[str]) -> "Dataset":
+        """Without the modes that are not named. Raises TrainingDataUnusable for one that was never measured."""
+        if unknown := sorted(set(modes) - set(self.modes)):
+            raise TrainingDataUnusable(
+                f"no request was measured with {', '.join(unknown)}; there are {', '.join(self.modes)}"
+            )
+        return self._keeping([set(modes)] * len(self.examples))
+
+    def passing(self, evidence: Sequence[QualityEvidence]) -> "Dataset":
+        """Without the modes that the quality gate keeps from a request, as it would where they serve.
+
+        What the catalogue does not know as lossless needs a pass. Raises TrainingDataUnusable where nothing is left.
+        """
+        infos = [
+            ModeInfo(name, name, "", lossless=name in CATALOGUE and CATALOGUE[name].lossless) for name in self.modes
+        ]
+        gate = QualityGate(infos, evidence, RoutingSettings(reference_mode=self.reference))
+        return self._keeping([example.modes.keys() - gate.refused(example.features) for example in self.examples])
+
+    def _keeping(self, kept: Sequence[Collection[str]]) -> "Dataset":
+        """With these modes of each example, and the reference."""
+        left = [
+            replace(
+                example,
+                modes={name: mode for name, mode in example.modes.items() if name in names or name == self.reference},
+            )
+            for example, names in zip(self.examples, kept, strict=True)
+        ]
+        if all(len(example.modes) == 1 for example in left):
+            raise TrainingDataUnusable(f"no mode but {self.reference} may be chosen: there is nothing to learn")
+        return Dataset(left, self.reference)
 
 
 def read_training(path: Path, reference: str) -> Dataset:
@@ -110,7 +163,7 @@ def _example(row: dict[str, Any]) -> Example:
     features = msgspec.convert(row["features"], RequestFeatures)
     return Example(
         str(row["group"]),
-        tuple(feature_vector(features)),
+        features,
         {str(mode): _measured(found) for mode, found in row["modes"].items()},
     )
 
@@ -131,20 +184,12 @@ def paper_dataset(tables: PaperTables) -> Dataset:
     examples = [
         Example(
             name,
-            tuple(
-                feature_vector(
-                    paper_features(
-                        family.prompt_tokens,
-                        family.expected_output_tokens,
-                        Tag.MULTIPLE_CHOICE
-                        if family.multiple_choice
-                        else Tag.MATHEMATICS
-                        if family.mathematics
-                        else Tag.NONE,
-                        shared_prefix=family.shared_prefix,
-                        memory_pressure=family.memory_pressure,
-                    )
-                )
+            paper_features(
+                family.prompt_tokens,
+                family.expected_output_tokens,
+                Tag.MULTIPLE_CHOICE if family.multiple_choice else Tag.MATHEMATICS if family.mathematics else Tag.NONE,
+                shared_prefix=family.shared_prefix,
+                memory_pressure=family.memory_pressure,
             ),
             {ours.get(mode, mode): measured for mode, measured in dense[name].items()},
             float(family.requests),

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from app.controller.trained_model import OnnxPredictor
 from app.routing.policies.learned import FEATURE_NAMES, LearnedPolicy, PredictorRefused
+from app.routing.profile import GateOutcome, QualityEvidence
 from app.routing.settings import RoutingSettings
 from app.routing.tags import Tag
 from loadgen.__main__ import make_app
-from loadgen.best_mode import Constraints
+from loadgen.best_mode import Constraint, Constraints
 from loadgen.learners import LEARNERS, NothingToLearn, cross_validate, fit, judge, static_choices
 from loadgen.paper.tables import load_tables
 from loadgen.train import write_model
@@ -32,9 +34,9 @@ pytest.importorskip("sklearn")
 pytest.importorskip("skl2onnx")
 
 
-def row(group: int, prompt: int, batch: int, *, energy: bool = True) -> dict[str, Any]:
+def row(group: int, prompt: int, batch: int, *, energy: bool = True, tag: Tag = Tag.NONE) -> dict[str, Any]:
     """int8 is best for long prompts, gptq for short ones; in a batch gptq needs more energy than the reference."""
-    features = msgspec.structs.replace(paper_features(prompt, 64, Tag.NONE), batch_size=batch)
+    features = msgspec.structs.replace(paper_features(prompt, 64, tag), batch_size=batch)
     long = prompt > 500
     cost = {
         "fp16": 100.0 + prompt,
@@ -118,6 +120,66 @@ def test_rows_without_the_reference_are_left_out(tmp_path: Path) -> None:
         read_training(write(tmp_path / "t.jsonl", found), "fp16")
 
 
+def judged(mode: str, outcome: str, scope: str = "any") -> QualityEvidence:
+    return QualityEvidence(mode=mode, scope=scope, outcome=GateOutcome(outcome), metric="accuracy_points")
+
+
+def test_a_fast_mode_that_fails_is_no_label_where_it_fails(tmp_path: Path) -> None:
+    found = [row(index, 200, 1, tag=Tag.CODE if index % 2 else Tag.NONE) for index in range(8)]
+    data = read_training(write(tmp_path / "t.jsonl", found), "fp16")
+    assert set(data.labels(Constraints())) == {"gptq"}
+    evidence = [judged("gptq", "fail", "none"), judged("gptq", "pass", "code"), judged("int8", "pass")]
+    passing = data.passing(evidence)
+    assert passing.labels(Constraints()) == ["int8", "gptq"] * 4
+    assert data.allowing(["int8"]).labels(Constraints()) == ["int8"] * 8
+    # What nobody judged is as little chosen as where it serves; what is lossless is until it fails.
+    assert data.passing([judged("int8", "pass")]).modes == ("fp16", "int8")
+    for item in found:
+        item["modes"]["speculative"] = {"latency_ms": 1.0, "energy_j": 1.0}
+    more = read_training(write(tmp_path / "t.jsonl", found), "fp16")
+    assert set(more.passing(evidence).labels(Constraints())) == {"speculative"}
+    assert more.passing([*evidence, judged("speculative", "fail", "none")]).labels(Constraints())[:2] == [
+        "int8",
+        "speculative",
+    ]
+    for restrict in (lambda: data.passing([judged("gptq", "fail")]), lambda: data.allowing(["fp16"])):
+        with pytest.raises(TrainingDataUnusable, match="no mode but fp16"):
+            restrict()
+    with pytest.raises(TrainingDataUnusable, match="with awq; there are fp16, int8, gptq"):
+        data.allowing(["awq"])
+
+
+def test_limits_that_were_not_measured_are_counted(tmp_path: Path) -> None:
+    found = rows(4)
+    found[0]["modes"]["int8"]["energy_j"] = None
+    data = read_training(write(tmp_path / "t.jsonl", found), "fp16")
+    assert data.not_judged(Constraints()) == {Constraint.QUALITY: 4, Constraint.ENERGY: 1, Constraint.MEMORY: 4}
+
+
+@pytest.mark.timeout(120)
+def test_the_command_learns_no_mode_that_fails_and_says_what_it_does_not_know(tmp_path: Path) -> None:
+    file, out = write(tmp_path / "t.jsonl", rows()), tmp_path / "out"
+    quality = tmp_path / "quality.json"
+    quality.write_text(
+        json.dumps([judged(*one).model_dump(mode="json") for one in (("gptq", "fail"), ("int8", "pass"))])
+    )
+    arguments = ["train", str(file), "--model", "m", "--hardware", "h", "--learner", "cost", "--out", str(out)]
+    for more, labels, limits in (
+        ([], {"gptq", "int8"}, {"quality": 60, "memory": 60}),
+        (["--quality", str(quality)], {"int8"}, {"memory": 60}),
+        (["--allow", "gptq"], {"gptq", "fp16"}, {"memory": 60}),
+    ):
+        result = CliRunner().invoke(make_app(), [*arguments, *more])
+        assert result.exit_code == 0, result.output
+        found = json.loads((out / "train.json").read_text())
+        assert {item["oracle"] for item in found["held"]["oracle"]["confusion"]} == labels
+        assert found["not_judged"] == limits
+        words = " ".join(result.output.split())
+        assert "memory in 60 of 60 requests" in words
+        assert ("quality in 60 of 60 requests" in words) == (not more)
+        assert set(OnnxPredictor(out / "cost.onnx").modes) == labels | {"fp16"}
+
+
 @pytest.mark.parametrize("learner", LEARNERS)
 def test_live_signals_help_on_prompts_that_were_not_seen(data: Dataset, learner: str) -> None:
     seen, blind = (cross_validate(learner, data, Constraints(), live=live) for live in (True, False))
@@ -182,7 +244,6 @@ def test_twins_are_counted() -> None:
 
 @pytest.mark.timeout(300)
 def test_the_command_trains_on_measurements_and_the_policy_takes_it(tmp_path: Path) -> None:
-    from app.controller.trained_model import OnnxPredictor
     from app.routing.mode_info import ModeInfo
 
     file, out = write(tmp_path / "t.jsonl", rows()), tmp_path / "out"
@@ -228,6 +289,9 @@ def test_errors_are_said_plainly(tmp_path: Path) -> None:
         ([str(tmp_path / "file"), *named, "--out", str(tmp_path / "o")], "line 1"),
         ([str(good)], "--hardware: name"),
         ([str(good), *named, "--learner", "odd"], "odd"),
+        ([str(good), *named, "--allow", "awq"], "awq"),
+        ([str(good), *named, "--quality", str(tmp_path / "file")], "no list of quality evidence"),
+        (["--quality", str(tmp_path / "file")], "--quality is for"),
         ([str(good), *named, "--out", str(tmp_path / "file" / "o")], "cannot write"),
     ):
         result = CliRunner().invoke(make_app(), ["train", *arguments])
