@@ -1,36 +1,31 @@
 """`train`: routers learned from measurements, judged on prompts they have not seen, and exported for `learned`."""
 
 import dataclasses
-import hashlib
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from app.controller.trained_model import OnnxPredictor
 from app.routing.policies.learned import PredictorRefused
 from loadgen.best_mode import Constraint, Constraints
 from loadgen.calibration_profile import CalibrationFailed, read_quality
 from loadgen.console import results_console
+from loadgen.exported_model import Exported, exported_table, write_model
 from loadgen.interruption import EXIT_INTERRUPTED, signals_as_interrupts
 from loadgen.learners import (
     LEARNERS,
-    Fitted,
     Held,
     NothingToLearn,
     cross_validate,
-    export,
     fit,
     static_choices,
 )
 from loadgen.paper.tables import TablesDamaged, load_tables
 from loadgen.records import OutputUnwritable, require_writable
 from loadgen.servers import write_json
-from loadgen.statistics import percentile
 from loadgen.training_data import (
     PAPER_HARDWARE,
     PAPER_MODEL,
@@ -39,53 +34,6 @@ from loadgen.training_data import (
     paper_dataset,
     read_training,
 )
-
-DECISION_MAX_US = 100.0
-_TIMED_DECISIONS = 3000
-_COMPARED_ROWS = 500
-
-
-class Exported(NamedTuple):
-    """A written model: how long it takes to score one request, and how often its first mode is the estimator's."""
-
-    path: Path
-    bytes: int
-    p50_us: float
-    p99_us: float
-    agreement: float
-
-
-def write_model(path: Path, fitted: Fitted, data: Dataset, *, model: str, hardware: str) -> Exported:
-    """Exports, reads back as the controller does, times and compares. Raises OSError and PredictorRefused."""
-    rows = data.features()
-    version = f"{fitted.learner}-{hashlib.sha256(rows.tobytes() + repr(data.examples).encode()).hexdigest()[:12]}"
-    content = export(fitted, version=version, model=model, hardware=hardware)
-    part = path.with_suffix(".part")
-    part.write_bytes(content)
-    part.replace(path)
-    predictor = OnnxPredictor(path)
-    compared = rows[:_COMPARED_ROWS]
-    same = [
-        _first(predictor.scores(row), predictor.modes) == _first(scores, fitted.modes)
-        for row, scores in zip(compared.tolist(), fitted.scores(compared), strict=True)
-    ]
-    taken_us = time_decisions(predictor, rows.tolist())
-    return Exported(path, len(content), percentile(taken_us, 50), percentile(taken_us, 99), sum(same) / len(same))
-
-
-def _first(scores: Sequence[float], modes: Sequence[str]) -> str:
-    return min(zip(scores, modes, strict=True))[1]
-
-
-def time_decisions(predictor: OnnxPredictor, rows: Sequence[Sequence[float]]) -> list[float]:
-    """Microseconds of each of many single scorings, after some to warm up."""
-    taken = []
-    for index in range(_TIMED_DECISIONS + 200):
-        row = rows[index % len(rows)]
-        start = time.perf_counter_ns()
-        predictor.scores(row)
-        taken.append((time.perf_counter_ns() - start) / 1000)
-    return taken[200:]
 
 
 def held_table(heading: str, found: Mapping[str, Held]) -> Table:
@@ -155,23 +103,6 @@ def _as_json(found: Mapping[str, Held]) -> dict[str, Any]:
     }
 
 
-def _exported_table(found: Mapping[str, Exported]) -> Table:
-    table = Table(title=f"Exported models; a decision may take {DECISION_MAX_US:g} us")
-    table.add_column("")
-    for name in ("p50 us", "p99 us", "KiB", "same choice as scikit-learn"):
-        table.add_column(name, justify="right")
-    for name, item in found.items():
-        slow = "" if item.p50_us <= DECISION_MAX_US else " (too slow)"
-        table.add_row(
-            name,
-            f"{item.p50_us:.1f}{slow}",
-            f"{item.p99_us:.1f}",
-            f"{item.bytes / 1024:.0f}",
-            f"{100 * item.agreement:.1f} %",
-        )
-    return table
-
-
 def _describe(name: str, data: Dataset, console: Console) -> None:
     requests = float(data.weights().sum())
     points = len({example.vector for example in data.examples})
@@ -239,7 +170,7 @@ def register(app: typer.Typer) -> None:
             except KeyboardInterrupt:
                 interrupted = True
             if found.exported:
-                console.print(_exported_table(found.exported))
+                console.print(exported_table(found.exported))
             about = {
                 "data": str(data or "paper"),
                 "allow": allow,
@@ -282,7 +213,7 @@ def _write(path: Path, about: Mapping[str, Any], data: Dataset, found: Found, in
             **about,
             "reference": data.reference,
             "held": _as_json(found.held),
-            "exported": {name: item._asdict() | {"path": str(item.path)} for name, item in found.exported.items()},
+            "exported": {name: item.as_json() for name, item in found.exported.items()},
         },
     )
 

@@ -17,9 +17,9 @@ from app.routing.settings import RoutingSettings
 from app.routing.tags import Tag
 from loadgen.__main__ import make_app
 from loadgen.best_mode import Constraint, Constraints
+from loadgen.exported_model import write_model
 from loadgen.learners import LEARNERS, NothingToLearn, cross_validate, fit, judge, static_choices
 from loadgen.paper.tables import load_tables
-from loadgen.train import write_model
 from loadgen.training_data import (
     LIVE_FEATURES,
     Dataset,
