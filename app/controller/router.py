@@ -180,7 +180,7 @@ class Router:
                 self._conversations.began(name, mode.weights)
 
     def failed(self, mode: str) -> None:
-        """The engine was lost under a request that was sent to this mode."""
+        """A request that was sent to this mode lost its engine, or failed there and succeeded elsewhere."""
         self._breakers[mode].failed(time.monotonic())
 
     def ended(self, mode: str, sent_s: float | None) -> None:

@@ -155,11 +155,12 @@ class Service:
         """Decide and send; when that fails before the first token, decide again without the engine.
 
         A lost engine says nothing of the request, so every other one may be tried. A request that failed in an engine
-        which is alive may be at fault itself: it is tried once more.
+        which is alive may be at fault itself: it is tried once more, and the mode is blamed once another one answers.
         """
         assert ticket.prompt is not None
         lost: EngineLost | None = None
         failed: Reply | None = None
+        suspects: list[str] = []
         while True:
             plan = self._plan(ticket, mode, asked, max_tokens)
             if not isinstance(plan.outcome, Decision):
@@ -181,6 +182,9 @@ class Service:
                 ticket.link = None
                 lost = error
                 continue
+            if isinstance(answer, Started) or answer.status < 400:
+                for name in suspects:
+                    self.router.failed(name)
             if isinstance(answer, Started):
                 return Answer(ticket.headers(), frames=choice.link.rest(call, answer, self._closes(ticket), deadline_s))
             if answer.status >= 500 and failed is None:
@@ -188,6 +192,7 @@ class Service:
                 self.router.ended(choice.mode.name, ticket.dispatched_s)
                 self._leave(ticket, choice.link)
                 failed = answer
+                suspects.append(choice.mode.name)
                 continue
             return self._whole(ticket, answer)
 

@@ -10,6 +10,7 @@ import pytest
 from app.config import TenantLimits
 from app.controller.errors import ApiError
 from app.controller.links import EngineLost
+from app.controller.overview import modes
 from app.controller.plan import Ticket
 from app.openai_errors import envelope
 from app.routing.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S, BreakerState
@@ -78,6 +79,36 @@ async def test_a_request_that_fails_everywhere_visits_two_engines_and_blames_non
     assert states(service) == {BreakerState.CLOSED}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_mode_where_requests_fail_that_succeed_elsewhere_is_taken_out_and_shown(
+    ask, service, engines, streamed, usage, stream
+):
+    if stream:
+        for engine in engines.values():
+            engine.answer = streamed(last=True, usage=usage())
+    engines["int8"].answer = FAILED
+    to_int8 = {"x-modeswitch-policy": "static:int8"}
+    for count in range(1, FAILURES_TO_OPEN + 1):
+        assert service.router.breaker("int8")[0] is BreakerState.CLOSED
+        assert (await ask(headers=to_int8, stream=stream)).headers["x-modeswitch-engine"] == "fp16"
+        assert len(engines["int8"].calls) == count
+    assert (await ask(headers=to_int8, stream=stream)).headers["x-modeswitch-engine"] == "fp16"
+    assert len(engines["int8"].calls) == FAILURES_TO_OPEN
+    told = {mode["id"]: (mode["breaker"], mode["retry_in_s"]) for mode in (await modes(service))["data"]}
+    breaker, retry_in_s = told.pop("int8")
+    assert (breaker, 0 < retry_in_s <= FIRST_PAUSE_S) == ("open", True)
+    assert set(told.values()) == {("closed", None)}
+
+
+async def test_a_request_that_failed_and_is_refused_elsewhere_blames_none(ask, service, engines):
+    for engine in engines.values():
+        engine.answer = Reply(400, b"{}")
+    engines["fp16"].answer = FAILED
+    for _ in range(FAILURES_TO_OPEN):
+        assert (await ask()).reply.status == 400
+    assert states(service) == {BreakerState.CLOSED}
+
+
 async def test_a_named_mode_that_failed_answers_with_its_error(service, engines, incoming, records):
     engines["int8"].answer = FAILED
     answer = await service.answer(incoming(model="smollm2-135m-instruct:int8"))
@@ -134,13 +165,24 @@ def takes(service):
 
 @pytest.mark.parametrize("reply", [Reply(400, b"{}"), FAILED])
 async def test_a_probe_that_says_nothing_of_the_mode_lets_the_next_one_probe(half_open, ask, service, engines, reply):
-    engines["fp16"].answer = reply
+    for engine in engines.values():
+        engine.answer = reply
     await ask()
     assert len(engines["fp16"].calls) == 1
     assert takes(service)
     engines["fp16"].answer = Reply(200, b"{}")
     await ask()
     assert service.router.breaker("fp16")[0] is BreakerState.CLOSED
+
+
+async def test_a_probe_that_fails_and_succeeds_elsewhere_takes_the_mode_out_for_longer(
+    half_open, ask, service, engines
+):
+    engines["fp16"].answer = FAILED
+    assert (await ask()).reply.status == 200
+    state, retry_in_s = service.router.breaker("fp16")
+    assert state is BreakerState.OPEN
+    assert retry_in_s == pytest.approx(2 * FIRST_PAUSE_S, abs=1.0)
 
 
 async def test_a_probe_that_is_given_up_lets_the_next_one_probe(half_open, ask, service, engines, records):
