@@ -155,14 +155,16 @@ class Service:
         """Decide and send; when that fails before the first token, decide again without the engine.
 
         A lost engine says nothing of the request, so every other one may be tried. A request that failed in an engine
-        which is alive may be at fault itself: it is tried once more, and the mode is blamed once another one answers.
+        which is alive may be at fault itself: it is tried once more, and at last in the reference mode if that is left.
+        The modes it failed in are blamed once another one answers.
         """
         assert ticket.prompt is not None
         lost: EngineLost | None = None
         failed: Reply | None = None
         suspects: list[str] = []
+        last_try: str | None = None
         while True:
-            plan = self._plan(ticket, mode, asked, max_tokens)
+            plan = self._plan(ticket, mode, asked, max_tokens, last_try)
             if not isinstance(plan.outcome, Decision):
                 if failed is not None:
                     return self._whole(ticket, failed)
@@ -187,7 +189,9 @@ class Service:
                     self.router.failed(name)
             if isinstance(answer, Started):
                 return Answer(ticket.headers(), frames=choice.link.rest(call, answer, self._closes(ticket), deadline_s))
-            if answer.status >= 500 and failed is None:
+            if answer.status >= 500 and failed is not None:
+                last_try = self._last_resort([*ticket.lost_engines, choice.link.name])
+            if answer.status >= 500 and (failed is None or last_try is not None):
                 log.warning("request %s failed in engine %s", ticket.key, choice.link.name)
                 self.router.ended(choice.mode.name, ticket.dispatched_s)
                 self._leave(ticket, choice.link)
@@ -209,7 +213,15 @@ class Service:
     def _closes(self, ticket: Ticket) -> Ended:
         return lambda usage, status, code: self._settlement.close(ticket, status, usage, code)
 
-    def _plan(self, ticket: Ticket, mode: str | None, asked: Asked, max_tokens: int | None) -> Plan:
+    def _last_resort(self, tried: Sequence[str]) -> str | None:
+        """The policy that knows the reference mode only; None where that is not served, or its engine was tried."""
+        reference = self.router.live.routing.reference_mode
+        return None if self._engine_of.get(reference) in (None, *tried) else f"static:{reference}"
+
+    def _plan(
+        self, ticket: Ticket, mode: str | None, asked: Asked, max_tokens: int | None, last_try: str | None
+    ) -> Plan:
+        """Decide by the policy `last_try`, or else by the one that is asked for and, if need be, by the last resort."""
         assert ticket.prompt is not None
         wishes, crowded = asked.wishes, self._crowded_engines(ticket.tenant)
         if ticket.lost_engines or crowded:
@@ -217,15 +229,12 @@ class Service:
                 wishes, excluded_engines=tuple(ticket.lost_engines), crowded_engines=crowded
             )
         decide, prompt = self.router.decide, ticket.prompt
+        policy = last_try or asked.policy
         try:
-            plan = decide(
-                prompt, mode=mode, policy=asked.policy, max_tokens=max_tokens, label=asked.label, wishes=wishes
-            )
-            if ticket.lost_engines and mode is None and isinstance(plan.outcome, Refusal):
+            plan = decide(prompt, mode=mode, policy=policy, max_tokens=max_tokens, label=asked.label, wishes=wishes)
+            if ticket.lost_engines and mode is None and last_try is None and isinstance(plan.outcome, Refusal):
                 # Whatever the policy says of it: better the reference than no answer, and any other if that was lost.
-                reference = self.router.live.routing.reference_mode
-                lost = self._engine_of.get(reference) in (None, *ticket.lost_engines)
-                last = "rules" if lost else f"static:{reference}"
+                last = self._last_resort(ticket.lost_engines) or "rules"
                 plan = decide(prompt, policy=last, max_tokens=max_tokens, label=asked.label, wishes=wishes)
         except UnknownPolicy as error:
             raise invalid(str(error), "metadata.policy", "unknown_policy") from None

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.config import TenantLimits
+from app.config import TenantLimits, load_live
 from app.controller.errors import ApiError
 from app.controller.links import EngineLost
 from app.controller.overview import modes
@@ -98,6 +98,45 @@ async def test_a_mode_where_requests_fail_that_succeed_elsewhere_is_taken_out_an
     breaker, retry_in_s = told.pop("int8")
     assert (breaker, 0 < retry_in_s <= FIRST_PAUSE_S) == ("open", True)
     assert set(told.values()) == {("closed", None)}
+
+
+@pytest.fixture
+def by_rules(ask, service):
+    """A request that the rules would not send to fp16 while another mode is left."""
+    service.change(load_live(service.router.live, {"routing": {"accepted_modes": ["gptq", "int8"]}}))
+    return lambda **options: ask(headers={"x-modeswitch-policy": "rules"}, max_tokens=64, **options)
+
+
+async def test_a_request_that_failed_twice_is_tried_in_the_reference_mode_at_last(by_rules, service, engines, records):
+    for engine in engines.values():
+        engine.answer = FAILED
+    engines["fp16"].answer = Reply(200, b"{}")
+    answer = await by_rules()
+    assert (answer.reply.status, answer.headers["x-modeswitch-mode"]) == (200, "fp16")
+    (record,) = records.records
+    failed = record.outcome["lost_engines"]
+    assert (record.status, record.mode, len(set(failed)), "fp16" in failed) == ("ok", "fp16", 2, False)
+    for _ in range(FAILURES_TO_OPEN - 1):
+        assert (await by_rules()).reply.status == 200
+    opened = {mode for mode in service.table.modes if service.router.breaker(mode)[0] is BreakerState.OPEN}
+    assert {service.table.modes[mode].link.name for mode in opened} == set(failed)
+
+
+@pytest.mark.parametrize("reference", [FAILED, EngineLost("it died"), None])
+async def test_a_request_that_fails_in_the_reference_mode_too_is_not_tried_again(
+    by_rules, service, engines, records, reference
+):
+    for engine in engines.values():
+        engine.answer = FAILED
+    engines["fp16"].answer = reference
+    if reference is None:
+        service.links[0].status = None
+    assert service.links[0].name == "fp16"
+    assert (await by_rules()).reply.status == 500
+    tried = {name: len(engine.calls) for name, engine in engines.items()}
+    assert (tried.pop("fp16"), sum(tried.values())) == (int(reference is not None), 2)
+    assert records.records[-1].status == "failed"
+    assert states(service) == {BreakerState.CLOSED}
 
 
 async def test_a_request_that_failed_and_is_refused_elsewhere_blames_none(ask, service, engines):
