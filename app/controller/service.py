@@ -28,6 +28,7 @@ from app.controller.wishes import Asked, max_tokens_of, read_asked
 from app.openai_errors import ENGINE_ERROR, ENGINE_LOST
 from app.routing.admission import retry_after_s
 from app.routing.decision import Decision, Refusal
+from app.routing.features import Objective
 from app.routing.queue_share import has_its_share
 from app.telemetry import Telemetry
 from app.wire import Call, Endpoint, Reply, Started
@@ -132,7 +133,8 @@ class Service:
     async def _answer(self, ticket: Ticket) -> Answer:
         incoming = ticket.incoming
         mode = self.table.named(incoming.model)
-        asked = read_asked(incoming.headers, incoming.body.get("metadata"))
+        otherwise = Objective(self.router.live.routing.objective)
+        asked = read_asked(incoming.headers, incoming.body.get("metadata"), otherwise)
         if asked.policy is not None and not self.settings.controller.policy_header:
             asked = Asked(asked.wishes, None, asked.label, asked.deadline_s)
         deadline_s = self._deadline_s(ticket, asked)

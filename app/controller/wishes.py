@@ -32,8 +32,9 @@ class Asked:
     """`x-modeswitch-deadline-ms`, from the request's arrival."""
 
 
-def read_asked(headers: Mapping[str, str], metadata: Any) -> Asked:
-    """
+def read_asked(headers: Mapping[str, str], metadata: Any, otherwise: Objective = Objective.LATENCY) -> Asked:
+    """What is asked for; `otherwise` is the objective of a request that neither names nor implies one.
+
     Raises:
         ApiError: 400 for an objective, quality or number that makes no sense.
     """
@@ -49,17 +50,18 @@ def read_asked(headers: Mapping[str, str], metadata: Any) -> Asked:
         return value.strip() if isinstance(value, str) and value.strip() else None
 
     deadline_ms = _number(asked("deadline-ms"), "deadline-ms")
-    return Asked(_wishes(asked), asked("policy"), asked("workload"), None if deadline_ms is None else deadline_ms / 1e3)
+    deadline_s = None if deadline_ms is None else deadline_ms / 1e3
+    return Asked(_wishes(asked, otherwise), asked("policy"), asked("workload"), deadline_s)
 
 
-def _wishes(asked: Any) -> Wishes:
+def _wishes(asked: Any, otherwise: Objective) -> Wishes:
     """`x-modeswitch-objective`, `-latency-limit-ms`, `-energy-weight` and `-quality`."""
     objective, quality = asked("objective"), asked("quality")
     limit_ms = _number(asked("latency-limit-ms"), "latency-limit-ms")
     weight = asked("energy-weight")
     try:
         return Wishes(
-            objective=_objective(objective, limit_ms is not None, weight is not None),
+            objective=_objective(objective, limit_ms is not None, weight is not None) or otherwise,
             latency_limit_ms=limit_ms,
             energy_weight=None if weight is None else float(weight),
             quality=Quality(quality or Quality.GATED),
@@ -69,8 +71,8 @@ def _wishes(asked: Any) -> Wishes:
         raise invalid(f"{error} ({hint})", "metadata", "invalid_objective") from None
 
 
-def _objective(named: str | None, limited: bool, weighted: bool) -> Objective:
-    """The objective that is named, or that a latency limit or an energy weight stands for.
+def _objective(named: str | None, limited: bool, weighted: bool) -> Objective | None:
+    """The objective that is named, or that a latency limit or an energy weight stands for; None without any.
 
     Raises:
         ValueError: they contradict one another, so that one of them would be without effect.
@@ -84,7 +86,7 @@ def _objective(named: str | None, limited: bool, weighted: bool) -> Objective:
         raise ValueError(f"a latency limit asks for the least energy within it, and not for {named!r}")
     if weighted and objective is not Objective.WEIGHTED:
         raise ValueError(f"an energy weight goes with the objective 'weighted', not {str(objective)!r}")
-    return objective or Objective.LATENCY
+    return objective
 
 
 def _number(text: str | None, name: str) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -40,6 +41,8 @@ class RoutingSettings(BaseModel):
     max_memory_ratio: float | None = Field(default=None, gt=0)
     """Peak memory against the reference mode's, at most (paper's oracle: 1.02). None: no constraint."""
 
+    objective: Literal["latency", "energy", "weighted"] = "latency"
+    """What the policy `cost` wants least of for a request that names no objective."""
     energy_weight: float = Field(default=0.5, ge=0, le=1)
     """Weight of energy in the weighted objective; latency has the rest."""
     others_weight: float = Field(default=1.0, ge=0)
@@ -63,5 +66,8 @@ class RoutingSettings(BaseModel):
         """A short digest of all values: equal settings, equal version."""
         values = self.model_dump(mode="json")
         values["accepted_modes"] = sorted(values["accepted_modes"])
+        if self.objective == "latency":
+            # The setting is younger than ledgers, whose decisions are verified with the version they were made by.
+            del values["objective"]
         text = repr(sorted(values.items()))
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

@@ -373,6 +373,21 @@ def load_live_of(routing):
     return LiveSettings(routing=RoutingSettings(**routing))
 
 
+def test_the_operators_objective_decides_where_the_request_names_none(chat, client, service, records):
+    service.change(load_live(service.router.live, {"routing": {"objective": "energy"}}))
+    assert client.get("/v1/modes").json()["routing"]["settings"]["objective"] == "energy"
+    assert chat(max_tokens=64).headers["x-modeswitch-engine"] == "int8"
+    assert chat(max_tokens=64, headers={"x-modeswitch-objective": "latency"}).headers["x-modeswitch-engine"] == "gptq"
+    service.change(load_live(service.router.live, {"routing": {"objective": "latency"}}))
+    assert chat(max_tokens=64).headers["x-modeswitch-engine"] == "gptq"
+    asked = [json.loads(record.columns()["features"])["wishes"].get("objective") for record in records.records]
+    assert asked[0] == "energy"
+    assert "energy" not in asked[1:]
+    for record in records.records:
+        again, logged = decide_again(record)
+        assert again == logged
+
+
 def test_every_record_of_a_run_is_replayed_to_the_same_decision(chat, service, engines, records, usage):
     for engine in engines.values():
         engine.answer = Reply(200, b"{}", usage(output_tokens=20, accepted_tokens=5))

@@ -52,6 +52,21 @@ def test_no_wish_is_without_effect(headers, objective):
 
 
 @pytest.mark.parametrize(
+    ("headers", "objective"),
+    [
+        ({}, Objective.ENERGY),
+        ({"quality": "exact"}, Objective.ENERGY),
+        ({"objective": "latency"}, Objective.LATENCY),
+        ({"energy-weight": "0.2"}, Objective.WEIGHTED),
+        ({"latency-limit-ms": "250"}, Objective.LIMIT),
+    ],
+)
+def test_the_operators_objective_is_for_requests_that_ask_for_none(headers, objective):
+    asked = {f"x-modeswitch-{name}": value for name, value in headers.items()}
+    assert read_asked(asked, None, otherwise=Objective.ENERGY).wishes.objective is objective
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("objective", "speed"),
