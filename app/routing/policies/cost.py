@@ -83,7 +83,8 @@ class CostPolicy:
         if not predictions:
             return refusal(self.name, self._version, features, refused)
         ranked = self._rank(predictions, features)
-        if features.wishes.objective is not _LATENCY:
+        # What is drawn for exploration may go to any engine, under load too.
+        if features.wishes.objective is not _LATENCY or features.draw < self._settings.exploration_rate:
             return self._decision(ranked, features)
         best = ranked[0][2]
         company = expected_company(best, snapshot)

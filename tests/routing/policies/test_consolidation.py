@@ -62,6 +62,19 @@ def test_engines_that_hinder_each_other_are_not_both_kept_busy(features: Make, s
     assert "all work on one engine" in together.reason
 
 
+def test_exploration_reaches_the_other_engine_too(features: Make, snapshot: Make) -> None:
+    load = busy(snapshot, fp16=4, gptq=10, arrivals_per_s=1.0)
+
+    def drawn(draw: float) -> Decision:
+        asked = features(prompt_tokens=300, expected_output_tokens=5, batch_size=15, draw=draw)
+        return decide(2.4, asked, load, exploration_rate=0.1)
+
+    explored = [drawn(number / 100) for number in range(10)]
+    assert [made.engine for made in explored] == 5 * ["fp16"] + 5 * ["gptq"]
+    assert {(made.explored, made.lost_by) for made in explored} == {(True, LostBy.EXPLORATION)}
+    assert (drawn(0.1).engine, drawn(0.1).lost_by) == ("gptq", LostBy.CONSOLIDATION)
+
+
 def test_engines_that_do_not_hinder_each_other_stay_busy(features: Make, snapshot: Make) -> None:
     asked = features(prompt_tokens=300, expected_output_tokens=5, batch_size=15)
     assert decide(1.0, asked, busy(snapshot, fp16=4, gptq=10, arrivals_per_s=1.0)).engine == "fp16"
