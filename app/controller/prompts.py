@@ -120,8 +120,10 @@ class PromptReader:
 
     async def _read_completion(self, body: Mapping[str, Any]) -> Prompt:
         prompt, salt, choices = body.get("prompt"), str(body.get("cache_salt") or ""), choices_of(body)
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            return Prompt("", "", (len(prompt),), choices, True, token_chain(prompt, salt), None)
+        if (lists := _token_ids(body)) is not None:
+            # One after the other, as texts are: what begins like an earlier list of prompts is found in the cache.
+            chain = token_chain([token for tokens in lists for token in tokens], salt)
+            return Prompt("", "", tuple(map(len, lists)), choices, True, chain, None)
         texts = [_text_of(one) for one in prompts_of(body)]
         text = "\n".join(texts)
         counts, exact = [self._estimator.estimate(one) for one in texts], False
@@ -160,6 +162,14 @@ def said(messages: list[dict[str, Any]]) -> Said:
             began = digest.hexdigest()
     so_far = digest.hexdigest()
     return Said(began or so_far, so_far, before)
+
+
+def _token_ids(body: Mapping[str, Any]) -> list[list[int]] | None:
+    """A completion's prompts, where all of them are token ids."""
+    prompts = prompts_of(body)
+    # Every item is looked at: as text, what is not text would be empty lines, the same for all prompts.
+    given = all(isinstance(prompt, list) and set(map(type, prompt)) == {int} for prompt in prompts)
+    return prompts if given else None
 
 
 def _text_of(value: Any) -> str:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from app.controller.prompts import PromptReader
 from app.controller.tokens import Uncountable, prompts_of
+from app.routing.prefix_index import TOKENS_PER_BLOCK, PrefixIndex
 from app.wire import Endpoint
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -84,11 +85,47 @@ async def test_a_conversation_keeps_its_name_over_its_turns(reader):
 
 @pytest.mark.parametrize(
     ("prompt", "counts", "exact"),
-    [("a b c", (3,), True), ([1, 2, 3, 4], (4,), True), (["a b", "c"], (2, 1), True), ([], (0,), False)],
+    [
+        ("a b c", (3,), True),
+        ([1, 2, 3, 4], (4,), True),
+        ([[1, 2, 3], [4]], (3, 1), True),
+        (["a b", "c"], (2, 1), True),
+        ([], (0,), False),
+    ],
 )
 async def test_completions_of_every_kind(reader, prompt, counts, exact):
     read = await reader.read(Endpoint.COMPLETION, {"prompt": prompt})
     assert (read.counts, read.exact, read.tokens) == (counts, exact, max(1, sum(counts)))
+
+
+@pytest.mark.parametrize("others", [[], [[7, 8]]])
+async def test_lists_of_token_ids_share_what_they_begin_with_and_no_more(reader, others):
+    async def chain(*prompts):
+        return (await reader.read(Endpoint.COMPLETION, {"prompt": [*prompts, *others]})).chain
+
+    one, other = list(range(5 * TOKENS_PER_BLOCK)), list(range(1000, 1000 + 5 * TOKENS_PER_BLOCK))
+    alike = one[: 2 * TOKENS_PER_BLOCK] + other
+    assert len((await chain(one)).hashes) == 5
+    assert not set((await chain(one)).hashes) & set((await chain(other)).hashes)
+    assert (await chain(one)).hashes[:2] == (await chain(alike)).hashes[:2]
+    assert len(set((await chain(one)).hashes) & set((await chain(alike)).hashes)) == 2
+    # A list of one is that one, for the engine's cache as well.
+    assert (await reader.read(Endpoint.COMPLETION, {"prompt": one})).chain.hashes == (await chain(one)).hashes
+
+
+async def test_several_lists_of_token_ids_are_expected_cached_in_the_share_that_came_before(reader):
+    first, second, third = [[start + n for n in range(4 * TOKENS_PER_BLOCK)] for start in (0, 1000, 2000)]
+    before = await reader.read(Endpoint.COMPLETION, {"prompt": [first, second]})
+    after = await reader.read(Endpoint.COMPLETION, {"prompt": [first, third]})
+    index = PrefixIndex()
+    index.record(before.chain, before.tokens, None)
+    assert index.seen_tokens(after.chain, after.tokens) == len(first)
+
+
+@pytest.mark.parametrize("prompt", [[[1] * 300, "text"], [[1] * 300, []], [1] * 300 + [{}]])
+async def test_what_is_no_list_of_token_ids_throughout_is_estimated(prompt):
+    read = await PromptReader(None, 1000, 8192).read(Endpoint.COMPLETION, {"prompt": prompt})
+    assert not read.exact
 
 
 async def test_every_choice_of_every_prompt_is_a_sequence(reader):
