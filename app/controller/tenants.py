@@ -46,14 +46,15 @@ class Keys:
 
     @classmethod
     def load(cls, settings: AuthSettings) -> Keys:
-        """The configured keys; none where nothing is configured.
+        """The configured keys; none where nothing is configured: the variable is not set or empty, and no file named.
 
         Raises:
-            ConfigError: a pair or a line is malformed, the file cannot be read, or two tenants have the same key. A key
-                is never quoted.
+            ConfigError: a pair or a line is malformed, the file cannot be read, two tenants have the same key, or there
+                is no key in what is configured. A key is never quoted.
         """
         digests: dict[bytes, str] = {}
-        for place, pair in enumerate(filter(None, os.environ.get(settings.keys_env, "").split(",")), 1):
+        variable = os.environ.get(settings.keys_env, "")
+        for place, pair in enumerate(filter(None, variable.split(",")), 1):
             tenant, colon, key = pair.strip().partition(":")
             if not (colon and tenant and key):
                 raise ConfigError(f"{settings.keys_env}: pair {place} is not tenant:key")
@@ -61,6 +62,14 @@ class Keys:
         if settings.keys_file is not None:
             for digest, tenant in _read_file(settings.keys_file).items():
                 _add(digests, digest, tenant)
+        if not digests and (variable or settings.keys_file is not None):
+            # Who configures keys wants a closed server; without keys it would be open to everybody, `/admin` as well.
+            places = [settings.keys_env] if variable else []
+            places += [] if settings.keys_file is None else [str(settings.keys_file)]
+            raise ConfigError(
+                f"API keys are configured, but {' and '.join(places)} held none: add one, or configure none to let "
+                "everybody in"
+            )
         return cls(digests)
 
     def tenant(self, authorization: str) -> str | None:

@@ -87,6 +87,31 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path):
         Keys.load(AuthSettings(keys_file=tmp_path / "none"))
 
 
+@pytest.mark.parametrize("text", ["", "\n\n", "# blue:abcd\n"])
+def test_a_file_without_keys_does_not_open_the_server(tmp_path, monkeypatch, text):
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"{file} held none"):
+        Keys.load(AuthSettings(keys_env="SOME_KEYS", keys_file=file))
+    monkeypatch.setenv("SOME_KEYS", "red:hush")
+    assert Keys.load(AuthSettings(keys_env="SOME_KEYS", keys_file=file)).tenants == {"red"}
+
+
+def test_a_variable_without_keys_does_not_open_the_server(monkeypatch):
+    monkeypatch.setenv("SOME_KEYS", ",")
+    with pytest.raises(ConfigError, match="SOME_KEYS held none"):
+        Keys.load(AuthSettings(keys_env="SOME_KEYS"))
+
+
+@pytest.mark.parametrize("variable", [None, ""])
+def test_where_no_keys_are_configured_there_are_none(monkeypatch, variable):
+    if variable is None:
+        monkeypatch.delenv("SOME_KEYS", raising=False)
+    else:
+        monkeypatch.setenv("SOME_KEYS", variable)
+    assert not Keys.load(AuthSettings(keys_env="SOME_KEYS"))
+
+
 def test_without_keys_a_header_names_the_account_and_names_are_bounded():
     tenants = Tenants(Keys({}), {})
     assert tenants.who("", "") == "default"
