@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from app.energy.rows import TEXT_KEYS
 from app.energy.settings import EnergySettings
 from app.modes import CATALOGUE, EngineSpec, Mode, Platform, compose, group_into_engines
 from app.routing.settings import RoutingSettings
@@ -58,6 +59,13 @@ class ComposedMode(_Settings):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$")]
     of: Annotated[tuple[str, ...], Field(min_length=1)]
     engine_args: dict[str, Any] = {}
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_key_of_the_ledger(cls, name: str) -> str:
+        if name in TEXT_KEYS:
+            raise ValueError(f"a mode cannot be named {name!r}: under this word the ledger refuses texts of users")
+        return name
 
 
 class EngineSettings(_Settings):

@@ -3,6 +3,7 @@
 import pytest
 
 from app.config import ConfigError, load_settings
+from app.energy.rows import TEXT_KEYS, RequestRecord, RowRefused
 from app.engines.starting import vllm_args
 
 
@@ -39,6 +40,14 @@ def test_modes_can_be_composed():
     args = {"modes": ["fp16", {"name": "gptq_fp8_kv", "of": ["gptq", "kv_cache_compression"]}]}
     (_, spec) = load_settings(args).engine_specs
     assert (spec.name, spec.weights, spec.delta) == ("gptq_fp8_kv", "gptq", {"kv_cache_dtype": "fp8"})
+
+
+@pytest.mark.parametrize("name", sorted(TEXT_KEYS))
+def test_a_mode_is_not_named_as_the_ledger_names_texts(name):
+    with pytest.raises(RowRefused):
+        RequestRecord("r", 1.0, name, name, None, None, "ok", snapshot={"engines": {name: {}}}).columns()
+    with pytest.raises(ConfigError, match=f"modes.*cannot be named '{name}'"):
+        load_settings({"modes": ["fp16", {"name": name, "of": ["int8"]}]})
 
 
 @pytest.mark.parametrize(

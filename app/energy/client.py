@@ -56,7 +56,9 @@ class MeterPort(Protocol):
 
     async def report(self, batch: ActivityBatch) -> Ack: ...
 
-    async def record(self, records: Sequence[RequestRecord]) -> int: ...
+    async def record(self, records: Sequence[RequestRecord]) -> int:
+        """How many of them were refused."""
+        ...
 
     async def weigh(self, tokens: Mapping[str, TokenWeights], watts: Mapping[str, float]) -> None: ...
 
@@ -155,6 +157,7 @@ class RecordSender:
 
     def __init__(self, port: MeterPort, *, flush_s: float = 2 * FLUSH_S, keep: int = _KEEP_RECORDS) -> None:
         self.dropped_records = 0
+        """Records that are in no ledger: those there was no room for, and those that the meter refused."""
         self._port, self._flush_s, self._keep = port, flush_s, keep
         self._waiting: deque[RequestRecord] = deque()
 
@@ -174,7 +177,7 @@ class RecordSender:
         while self._waiting:
             batch = [self._waiting.popleft() for _ in range(min(_RECORDS_AT_ONCE, len(self._waiting)))]
             try:
-                await asyncio.wait_for(self._port.record(batch), _CALL_TIMEOUT_S)
+                refused = await asyncio.wait_for(self._port.record(batch), _CALL_TIMEOUT_S)
             except BaseException as error:
                 # Sent twice is harmless: the ledger keeps the first row of a request.
                 self._waiting.extendleft(reversed(batch))
@@ -182,6 +185,8 @@ class RecordSender:
                     raise
                 log.debug("the energy meter took no records: %s", error)
                 return False
+            # Not in one expression with the await: `put` may count in the meantime.
+            self.dropped_records += refused
         return True
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-_FORBIDDEN = frozenset({"prompt", "messages", "content", "text", "completion", "output", "input", "body"})
+TEXT_KEYS = frozenset({"prompt", "messages", "content", "text", "completion", "output", "input", "body"})
+"""Keys below which texts of users are expected: nothing is kept under them but numbers, so no mode may be named so."""
 LONGEST_TEXT = 500
 """Reasons and names fit; prompts usually do not."""
 _JSON_COLUMNS = ("features", "snapshot", "decision", "outcome")
@@ -80,7 +81,7 @@ def _refuse_text(value: Any, place: str) -> None:
             raise RowRefused(f"{place} is a text of {len(value)} characters; texts of users are not kept")
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            if str(key).lower() in _FORBIDDEN and isinstance(inner, str | list | tuple | Mapping):
+            if str(key).lower() in TEXT_KEYS and isinstance(inner, str | list | tuple | Mapping):
                 raise RowRefused(f"{place}.{key}: texts of users are not kept")
             _refuse_text(inner, f"{place}.{key}")
     elif isinstance(value, list | tuple):

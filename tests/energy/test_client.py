@@ -1,12 +1,14 @@
 """Senders never make their caller wait, and tell a new meter what the old one had not written down."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from app.energy.activity import Ack, ActivityRecorder, Labels, Work
 from app.energy.attribution import TokenWeights
 from app.energy.client import ActivitySender, RecordSender, WeightSender
+from app.energy.ledger_file import LedgerFile
 from app.energy.rows import RequestRecord
 
 
@@ -124,6 +126,22 @@ async def test_records_keep_their_order_and_wait_for_the_meter(meter):
     assert await sender.flush()
     assert meter.records == [str(index) for index in range(2, 602)]
     assert sender.dropped_records == 2
+
+
+async def test_records_that_the_ledger_refuses_are_counted_as_dropped(meter, tmp_path):
+    file = LedgerFile(tmp_path / "ledger.sqlite", 30, lambda: 100.0)
+
+    async def write(records):
+        return file.record(records)
+
+    meter.record = write
+    sender = RecordSender(meter, keep=2)
+    for one in (record("first"), record("good"), replace(record("bad"), features={"prompt": "Who is it?"})):
+        sender.put(one)
+    assert await sender.flush()
+    assert await sender.flush()
+    assert sender.dropped_records == 2  # no room for the first, and text in the last
+    assert file.ledger.connection.execute("SELECT request_id FROM requests").fetchall() == [("good",)]
 
 
 async def test_a_hanging_meter_does_not_hold_the_caller(meter, monkeypatch):
