@@ -240,6 +240,10 @@ class Router:
         now_s = time.monotonic()
         return self._breakers[mode].state(now_s), self._breakers[mode].retry_in_s(now_s)
 
+    def breaker_pauses_s(self) -> dict[str, float]:
+        """Seconds until it is tried again, by mode whose circuit breaker is open."""
+        return self._breakers.pauses_s(time.monotonic())
+
     def describe(self) -> dict[str, Any]:
         """What decides at the moment, as JSON."""
         live, knowledge = self.live, self.policies.knowledge

@@ -319,7 +319,7 @@ class Service:
         return asyncio.get_running_loop().time() + min(limits) - passed_s if limits else None
 
     def _refusal(self, refusal: Refusal, plan: Plan, mode: str | None, lost: EngineLost | None) -> ApiError:
-        wait_s = retry_after_s(refusal, self._engine_of, plan.snapshot)
+        wait_s = retry_after_s(refusal, self._engine_of, plan.snapshot, self.router.breaker_pauses_s())
         if lost is not None:
             after_s = str(_COMES_BACK_S if wait_s is None else wait_s)
             return ApiError(503, f"the engine was lost: {lost}", code=ENGINE_LOST, headers={"retry-after": after_s})

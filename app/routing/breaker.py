@@ -95,3 +95,8 @@ class Breakers:
     def tripped(self, now_s: float) -> frozenset[str]:
         """Modes that take no request now, for `Snapshot.tripped_modes`."""
         return frozenset([mode for mode, breaker in self._breakers.items() if not breaker.admits(now_s)])
+
+    def pauses_s(self, now_s: float) -> dict[str, float]:
+        """Seconds until it is tried again by mode whose breaker is open; how long a probe takes is not known."""
+        pauses = {mode: breaker.retry_in_s(now_s) for mode, breaker in self._breakers.items()}
+        return {mode: pause_s for mode, pause_s in pauses.items() if pause_s}

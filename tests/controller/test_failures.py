@@ -198,6 +198,17 @@ def half_open(service):
     assert service.router.breaker("fp16")[0] is BreakerState.HALF_OPEN
 
 
+async def test_a_mode_that_was_taken_out_says_when_it_is_tried_again(service, incoming):
+    now_s = time.monotonic()
+    # Opened, and three probes that failed: it pauses for 10, 20, 40 and now for 80 s.
+    for ago_s in (*[70] * FAILURES_TO_OPEN, 60, 40, 0):
+        service.router._breakers["int8"].failed(now_s - ago_s)
+    with pytest.raises(ApiError) as refused:
+        await service.answer(incoming(model="smollm2-135m-instruct:int8"))
+    assert (refused.value.status, refused.value.code) == (503, "circuit_breaker_open")
+    assert 70 < int(refused.value.headers["retry-after"]) <= 80
+
+
 def takes(service):
     return "fp16" not in service.router.snapshot(time.monotonic()).tripped_modes
 

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from app.routing.admission import LONGEST_RETRY_S, drain_s, retry_after_s
+from app.routing.admission import LONGEST_RETRY_S, NO_ESTIMATE_RETRY_S, drain_s, retry_after_s
+from app.routing.breaker import FAILURES_TO_OPEN, LONGEST_PAUSE_S, Breakers
 from app.routing.decision import Ineligible, Refusal
 from app.routing.features import Wishes
 from app.routing.mode_info import ModeInfo
@@ -60,6 +61,51 @@ def test_a_tenant_with_its_share_comes_again_when_one_of_its_own_may_have_ended(
     refused = refusal(modes, profile, features(wishes=Wishes(crowded_engines=crowded)), live)
     assert refused.code is Ineligible.TENANT_QUEUE_FULL
     assert retry_after_s(refused, engines, live) == 5
+
+
+def opened(breakers: Breakers, mode: str, pause_s: float) -> float:
+    """Fail until the mode pauses for so long; returns when the pause began."""
+    now_s = 0.0
+    for _ in range(FAILURES_TO_OPEN):
+        breakers[mode].failed(now_s)
+    while (left_s := breakers[mode].retry_in_s(now_s) or 0.0) < pause_s:
+        now_s += left_s
+        breakers[mode].failed(now_s)
+    return now_s
+
+
+@pytest.mark.parametrize("pause_s", [80.0, LONGEST_PAUSE_S])
+def test_a_mode_that_was_taken_out_comes_again_when_its_pause_is_over(
+    modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make, pause_s: float
+) -> None:
+    modes = tuple(mode for mode in modes if mode.engine == "fp16")
+    engines = {mode.name: mode.engine for mode in modes}
+    breakers = Breakers(engines)
+    now_s = max(opened(breakers, mode, pause_s) for mode in engines)
+
+    def told_s(now_s: float) -> int | None:
+        live = snapshot({"tripped_modes": breakers.tripped(now_s)})
+        return retry_after_s(refusal(modes, profile, features(), live), engines, live, breakers.pauses_s(now_s))
+
+    assert told_s(now_s) == pause_s
+    assert told_s(now_s + 20.5) == pause_s - 20
+    # When a probe ends is not known.
+    for mode in engines:
+        breakers[mode].started(now_s + pause_s)
+    assert told_s(now_s + pause_s) == NO_ESTIMATE_RETRY_S
+
+
+def test_of_a_full_queue_and_a_paused_mode_the_sooner_counts(
+    modes: tuple[ModeInfo, ...], profile: Profile, features: Make, snapshot: Make
+) -> None:
+    modes = tuple(mode for mode in modes if mode.name in ("fp16", "int8"))
+    engines = {mode.name: mode.engine for mode in modes}
+    breakers = Breakers(engines)
+    now_s = opened(breakers, "fp16", 80.0)
+    live = snapshot(
+        {"tripped_modes": breakers.tripped(now_s)}, int8={"in_flight": 8, "queue_limit": 8, "completions_per_s": 0.25}
+    )
+    assert retry_after_s(refusal(modes, profile, features(), live), engines, live, breakers.pauses_s(now_s)) == 4
 
 
 def test_what_waiting_does_not_cure_has_no_retry() -> None:
