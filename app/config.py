@@ -122,6 +122,8 @@ class ControllerSettings(_Settings):
 class TenantLimits(_Settings):
     """What one tenant may use."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     tokens_per_s: Annotated[float, Field(gt=0)] | None = None
     """Prompt and output tokens on the long run; None: no limit."""
     burst_tokens: Annotated[float, Field(gt=0)] | None = None
@@ -135,6 +137,8 @@ class LiveSettings(_Settings):
 
     A change reaches the controller alone; no engine is restarted.
     """
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     policy: str = "cost"
     """`cost`, `rules`, `rules_published`, `learned` or `static:<mode>`."""

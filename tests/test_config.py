@@ -1,8 +1,9 @@
 """Presets are valid, what the user says wins, and what cannot be served is refused before anything starts."""
 
 import pytest
+import yaml
 
-from app.config import ConfigError, load_settings
+from app.config import ConfigError, LiveSettings, load_live, load_settings
 from app.energy.rows import TEXT_KEYS, RequestRecord, RowRefused
 from app.engines.starting import vllm_args
 
@@ -73,6 +74,25 @@ def test_a_mode_is_not_named_as_the_ledger_names_texts(name):
 def test_what_is_wrong_is_named(args, message):
     with pytest.raises(ConfigError, match=message):
         load_settings(args)
+
+
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "routing: {{others_weight: {}}}",
+        "routing: {{max_energy_ratio: {}}}",
+        "deadline_s: {}",
+        "tenants: {{blue: {{share: {}}}}}",
+        "tenants: {{blue: {{tokens_per_s: {}}}}}",
+    ],
+)
+def test_settings_that_may_change_while_it_serves_are_finite(setting, value):
+    changes = yaml.safe_load(setting.format(value))
+    with pytest.raises(ConfigError, match="finite number"):
+        load_settings({"live": changes})
+    with pytest.raises(ConfigError, match="finite number"):
+        load_live(LiveSettings(), changes)
 
 
 def test_memory_fractions_count_for_the_whole_device():

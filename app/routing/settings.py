@@ -13,10 +13,11 @@ class RoutingSettings(BaseModel):
     """Thresholds, gates and weights of the policies. Every field may change while the application serves.
 
     Raises:
-        pydantic.ValidationError: a threshold is out of range, or a field is unknown.
+        pydantic.ValidationError: a threshold is out of range or not finite, or a field is unknown.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # YAML has `.inf`, which is above every lower bound: a weight of it would make scores that are no numbers.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     reference_mode: str = "fp16"
     """The mode that ratios are taken against, and the emergency fallback of the rules."""
