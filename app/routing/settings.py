@@ -67,8 +67,5 @@ class RoutingSettings(BaseModel):
         """A short digest of all values: equal settings, equal version."""
         values = self.model_dump(mode="json")
         values["accepted_modes"] = sorted(values["accepted_modes"])
-        if self.objective == "latency":
-            # The setting is younger than ledgers, whose decisions are verified with the version they were made by.
-            del values["objective"]
         text = repr(sorted(values.items()))
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
