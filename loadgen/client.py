@@ -246,8 +246,10 @@ def _count(value: Any) -> int | None:
 
 
 def _choices(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Raises ServerFault where they are no list of objects."""
-    choices = answer.get("choices") or []
+    """Empty where there are none: a frame may carry usage alone. Raises ServerFault for what is no list of objects."""
+    choices = answer.get("choices")
+    if choices is None:
+        return []
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise ServerFault(Outcome.MALFORMED, f"choices are no list of objects: {str(choices)[:80]}")
     return choices
@@ -274,7 +276,10 @@ async def _read_body(response: aiohttp.ClientResponse, record: RequestRecord, st
     if "error" in answer:
         raise _http_error(response.status, json.dumps(answer).encode())
     _take_usage(record, answer)
-    for choice in _choices(answer):
+    choices = _choices(answer)
+    if not choices:
+        raise ServerFault(Outcome.MALFORMED, f"an answer without choices: {str(answer)[:80]}")
+    for choice in choices:
         record.text += _output_of(choice, "message")[0]
         record.finish_reason = choice.get("finish_reason")
 
@@ -286,6 +291,8 @@ async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, 
         at_ms = _since_ms(start)
         for payload in parser.feed(received):
             if payload == DONE:
+                if not texts:
+                    raise ServerFault(Outcome.MALFORMED, "no frame of the stream had a choice")
                 record.text = "".join(texts)
                 return
             _take_frame(record, payload, at_ms, texts)

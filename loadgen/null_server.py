@@ -160,6 +160,20 @@ async def _no_http(request: web.Request, body: Body) -> web.StreamResponse:
     return web.Response()
 
 
+async def _no_choices(request: web.Request, body: Body) -> web.StreamResponse:
+    if not body.get("stream"):
+        return web.json_response({"detail": "It works!"})
+    response = await _begin(request)
+    await response.write(b"data: {}\n\ndata: {}\n\ndata: [DONE]\n\n")
+    return response
+
+
+async def _empty_stream(request: web.Request, body: Body) -> web.StreamResponse:
+    response = await _begin(request)
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
 def _answers(choices: Any) -> Callable[[web.Request, Body], Awaitable[web.StreamResponse]]:
     """An answer, or a stream of one frame, with these `choices` for once."""
 
@@ -188,6 +202,9 @@ FAULTS: dict[str, Callable[[web.Request, Body], Awaitable[web.StreamResponse]]] 
     "overloaded": _overloaded,
     "bare_detail": _bare_detail,
     "no_http": _no_http,
+    "no_choices": _no_choices,
+    "empty_stream": _empty_stream,
+    "empty_choices": _answers([]),
     "null_choice": _answers([None]),
     "dict_choices": _answers({"0": {"delta": {"content": "word"}}}),
     "list_content": _answers([{"delta": {"content": ["word"]}, "message": {"content": ["word"]}}]),

@@ -78,7 +78,7 @@ def application(told: dict[str, Any] | None, offered: bool = True) -> web.Applic
         body = await request.json()
         usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 2}} | (energy(body["model"]) if wished else {})
         if not body.get("stream"):
-            return web.json_response({"choices": [], **usage})
+            return web.json_response({"choices": [{"message": {"content": "a b"}}], **usage})
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for frame in ({"choices": [{"delta": {"content": "a b"}}]}, {"choices": [], **usage}):
