@@ -97,7 +97,11 @@ class OpenAIClient:
         include: str | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        # Uncompressed, for what compresses a stream holds its frames back. An answer that comes compressed all the same
+        # is read.
+        self._headers = {"accept-encoding": "identity"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
         if include:
             self._headers[INCLUDE_HEADER] = include
         self._timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=min(stall_s, 10.0), sock_read=stall_s)
@@ -111,7 +115,6 @@ class OpenAIClient:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             headers=self._headers,
             timeout=self._timeout,
-            auto_decompress=False,
         )
         return self
 

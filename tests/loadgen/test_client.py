@@ -195,6 +195,45 @@ async def test_an_engine_that_kept_its_cache_is_no_reset(told: dict[str, object]
     await server.close()
 
 
+def compressing(coding: web.ContentCoding | None) -> web.Application:
+    """A server that compresses as a client accepts it, or always with this coding."""
+    choice = {"delta": {"content": " word"}, "message": {"content": " word"}}
+    content = json.dumps({"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}).encode()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if not (await request.json()).get("stream"):
+            response = web.Response(body=content)
+            response.enable_compression(coding)
+            return response
+        stream = web.StreamResponse()
+        stream.enable_compression(coding)
+        await stream.prepare(request)
+        await stream.write(b"data: " + content + b"\n\ndata: [DONE]\n\n")
+        return stream
+
+    async def models(request: web.Request) -> web.Response:
+        response = web.json_response({"data": [{"id": "tiny"}]})
+        response.enable_compression(coding)
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    app.router.add_get("/v1/models", models)
+    return app
+
+
+@pytest.mark.parametrize("coding", [None, web.ContentCoding.gzip, web.ContentCoding.deflate])
+async def test_no_compression_is_asked_for_and_one_that_comes_is_read(coding: web.ContentCoding | None) -> None:
+    server = await serve(compressing(coding))
+    async with OpenAIClient(str(server.make_url(""))) as client:
+        assert await client.get_json("/v1/models") == {"data": [{"id": "tiny"}]}
+        records = [await client.send(call(stream=stream)) for stream in (True, False)]
+        async with client.session.get(server.make_url("/v1/models")) as response:
+            assert response.headers.get("content-encoding") == (coding.value if coding else None)
+    await server.close()
+    assert [(record.outcome, record.text) for record in records] == [(Outcome.OK, " word")] * 2
+
+
 async def test_counts_that_are_no_numbers_are_unknown() -> None:
     async def answer(request: web.Request) -> web.Response:
         usage = {"prompt_tokens": "7", "completion_tokens": True, "prompt_tokens_details": {"cached_tokens": [1]}}
