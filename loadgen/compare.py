@@ -233,7 +233,7 @@ def tables_of(rate: str, rate_per_s: float, found: Mapping[str, Any]) -> Iterato
 
 
 def _figure(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+    return "unknown" if value is None else f"{value:.{digits}f}"
 
 
 def _report(options: Options, found: Found, console: Console) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from loadgen.best_mode import Constraints, Measured, Score, Table, score
 from loadgen.comparison import STATIC, Place, Row, common_latencies
+from loadgen.energy_by_mode import Spent, j_per_token
 
 Choices = Mapping[tuple[str, str], int]
 """Requests by (class, mode)."""
@@ -35,19 +36,13 @@ def class_table(rows: Sequence[Row], rate: str, memory_mb: Mapping[str, float]) 
         mode, places = policy.removeprefix(STATIC), latencies[policy]
         for name in dict.fromkeys(place.name for place in places):
             of_class = [place for place in places if place.name == name]
+            answered = [spent[policy, place] for place in of_class]
             table.setdefault(name, {})[mode] = Measured(
                 fmean(places[place] for place in of_class),
-                _j_per_token([spent[policy, place] for place in of_class]),
+                j_per_token([Spent(row.energy_j, row.output_tokens) for row in answered]),
                 memory_mb.get(mode),
             )
     return table
-
-
-def _j_per_token(rows: Sequence[Row]) -> float | None:
-    """None as soon as one request's joules are unknown: its tokens would count for nothing."""
-    joules = [row.energy_j for row in rows if row.energy_j is not None]
-    tokens = sum(row.output_tokens or 0 for row in rows)
-    return sum(joules) / tokens if tokens and len(joules) == len(rows) else None
 
 
 def choices_of(rows: Iterable[Row], rate: str, table: Table) -> dict[str, Choices]:

@@ -20,6 +20,7 @@ from loadgen.statistics import (
     ratio_of_means,
     ratio_of_p95,
     ratio_of_pairs,
+    total,
 )
 
 LIGHT, SATURATING = "light", "saturating"
@@ -167,7 +168,7 @@ def policy_figures(rows: Sequence[Row], latencies: Mapping[Place, float]) -> Pol
     """Figures of one policy's rows at one rate; its latencies are of the requests that all policies answered."""
     values = list(latencies.values())
     joules = [row.energy_j for row in rows if row.ok and row.energy_j is not None]
-    rates = [rate for rate in round_rates(rows).values() if rate is not None]
+    rates = round_rates(rows).values()
     return PolicyFigures(
         requests=len(rows),
         errors=sum(not row.ok for row in rows),
@@ -181,14 +182,15 @@ def policy_figures(rows: Sequence[Row], latencies: Mapping[Place, float]) -> Pol
 
 
 def round_rates(rows: Sequence[Row]) -> dict[int, float]:
-    """Output tokens/s of each round."""
+    """Output tokens/s of each round, but for those in which an answer's tokens are unknown."""
     found = {}
     for number in sorted({row.round for row in rows}):
         answered = [row for row in rows if row.round == number and row.ok]
-        if answered:
+        tokens = total(row.output_tokens for row in answered)
+        if answered and tokens is not None:
             begin_s = min(row.started_s for row in answered)
             end_s = max(row.started_s + row.latency_ms / 1000 for row in answered)
-            found[number] = sum(row.output_tokens or 0 for row in answered) / max(1e-6, end_s - begin_s)
+            found[number] = tokens / max(1e-6, end_s - begin_s)
     return found
 
 

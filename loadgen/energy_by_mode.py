@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from loadgen.statistics import Floats, Interval, paired_bootstrap
+from loadgen.statistics import Floats, Interval, paired_bootstrap, total
 
 MODELLED = "modelled"
 
 
 class Spent(NamedTuple):
-    """One finished request. `joules` are above idle; None where the server does not know them."""
+    """One finished request. `joules` are above idle; None where the server does not know them, or its tokens."""
 
     joules: float | None
     output_tokens: int | None
@@ -25,9 +25,8 @@ class Spent(NamedTuple):
 
 def j_per_token(requests: Sequence[Spent]) -> float | None:
     """Of all requests of a trial together; None as soon as one of them is unknown."""
-    joules = [item.joules for item in requests if item.joules is not None]
-    tokens = sum(item.output_tokens or 0 for item in requests)
-    return sum(joules) / tokens if joules and tokens and len(joules) == len(requests) else None
+    joules, tokens = total(item.joules for item in requests), total(item.output_tokens for item in requests)
+    return joules / tokens if joules is not None and tokens else None
 
 
 class Account(NamedTuple):

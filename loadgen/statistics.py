@@ -1,6 +1,6 @@
-"""Percentiles, and bootstrap intervals of paired comparisons."""
+"""Percentiles, sums of what may be unknown, and bootstrap intervals of paired comparisons."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,13 @@ class Summary(NamedTuple):
     p95: float
     p99: float
     largest: float
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    """The sum; None as soon as one value is unknown, for the others' would be too small."""
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

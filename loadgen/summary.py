@@ -9,7 +9,7 @@ from rich.table import Table
 
 from loadgen.energy_by_mode import Spent, j_per_token
 from loadgen.records import DELIBERATE, ERRORS, Outcome, RequestRecord
-from loadgen.statistics import Summary, summarise
+from loadgen.statistics import Summary, summarise, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ LATENCIES: dict[str, Quantity] = {
 class RunSummary:
     """The figures of a set of records; `latencies` has None where nothing was measured.
 
+    output_tokens_per_s, frames_per_token: None as soon as the server told no token count of one success.
     j_per_output_token: joules above idle of the `energy_requests` whose joules are known; None where none is.
     """
 
@@ -58,7 +59,7 @@ class RunSummary:
     latencies: dict[str, Summary | None]
     frame_gaps_ms: Summary | None
     late_ms: Summary | None
-    output_tokens_per_s: float
+    output_tokens_per_s: float | None
     requests_per_s: float
     goodput_per_s: float | None
     frames_per_token: float | None
@@ -100,7 +101,7 @@ def summarise_run(records: Sequence[RequestRecord], wall_s: float, slo: Slo) -> 
     good = [record for record in records if record.outcome is Outcome.OK]
     span_s = wall_s or float("inf")
     # Tokens of requests that were given up or failed half-way were work too, but nobody was served by them.
-    tokens = sum(record.output_tokens or 0 for record in good)
+    tokens = total(record.output_tokens for record in good)
     frames = sum(len(record.frame_ms) for record in good)
     prompt = sum(record.prompt_tokens or 0 for record in good if record.cached_tokens is not None)
     cached = sum(record.cached_tokens or 0 for record in good)
@@ -112,7 +113,7 @@ def summarise_run(records: Sequence[RequestRecord], wall_s: float, slo: Slo) -> 
         latencies={name: summarise(_known(map(of, good))) for name, of in LATENCIES.items()},
         frame_gaps_ms=summarise([gap for record in good for gap in record.frame_gaps_ms]),
         late_ms=summarise(_known(record.late_ms for record in records)),
-        output_tokens_per_s=tokens / span_s,
+        output_tokens_per_s=None if tokens is None else tokens / span_s,
         requests_per_s=len(good) / span_s,
         goodput_per_s=sum(map(slo.held_by, records)) / span_s if slo.stated else None,
         frames_per_token=frames / tokens if frames and tokens else None,
@@ -162,11 +163,12 @@ def rates_table(groups: dict[str, RunSummary]) -> Table:
         table.add_column(name, justify="right")
     for group, summary in groups.items():
         goodput, joules = summary.goodput_per_s, summary.j_per_output_token
+        tokens_per_s = summary.output_tokens_per_s
         served = summary.outcomes.get(Outcome.OK, 0)
         known = "" if summary.energy_requests == served else f" (of {summary.energy_requests} of {served})"
         table.add_row(
             group,
-            f"{summary.output_tokens_per_s:.1f}",
+            "unknown" if tokens_per_s is None else f"{tokens_per_s:.1f}",
             f"{summary.requests_per_s:.2f}",
             "no limits" if goodput is None else f"{goodput:.2f}",
             "unknown" if joules is None else f"{joules:.3f}{known}",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loadgen.records import Outcome, RequestRecord
-from loadgen.statistics import Interval, paired_bootstrap, summarise
+from loadgen.statistics import Interval, paired_bootstrap, summarise, total
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,7 +29,7 @@ class TrialResult:
     latency_ms: float
     ttft_ms: float | None
     between_tokens_ms: float | None
-    tokens_per_s: float
+    tokens_per_s: float | None
     j_per_token: float | None = None
     bandwidth_share: float | None = None
     rouge_l: float | None = None
@@ -64,12 +64,12 @@ def read_trial(records: Sequence[RequestRecord], wall_s: float) -> TrialResult:
     bad = next((record for record in records if record.outcome is not Outcome.OK), None)
     if bad is not None or not records:
         raise TrialSpoilt(f"{bad.outcome}: {bad.error}" if bad else "no request was sent")
-    tokens = sum(record.output_tokens or 0 for record in records)
+    tokens = total(record.output_tokens for record in records)
     return TrialResult(
         latency_ms=_mean([record.total_ms for record in records]) or 0.0,
         ttft_ms=_mean([record.ttft_ms for record in records]),
         between_tokens_ms=_mean([record.between_tokens_ms for record in records]),
-        tokens_per_s=tokens / wall_s,
+        tokens_per_s=None if tokens is None else tokens / wall_s,
     )
 
 

@@ -98,7 +98,7 @@ def tables_of(found: Found, rows: Sequence[Row]) -> list[Table]:
     def beside(name: str, unit: str = "") -> Callable[[Row], str]:
         def words(row: Row) -> str:
             own = row["mode"] == reference
-            return _figure(row[name]["median"], 1, ".4g", unit) if own else _ratio(row[name])
+            return _figure(row[name]["median"], 1, ".4g", unit) if own else _ratio(row[name]) or UNKNOWN
 
         return words
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,6 +124,22 @@ def test_throughput_is_over_the_run_and_words_say_it() -> None:
     assert found["against_rules"]["cost"]["latency_ratio"]["estimate"] == pytest.approx(1 / 1.5)
     words = sentences({SATURATING: found})
     assert words[0].startswith("Saturating load: cost takes 1000 ms on average (P95 1000), static:a, the best single")
+
+
+def test_a_round_whose_tokens_are_not_all_known_has_no_throughput() -> None:
+    rows = [row(policy, index, 1000.0, round=number) for policy in STATICS for number in (0, 1) for index in range(4)]
+    whole = rate_summary(rows, LIGHT, STATICS)
+    rows[0] = row(STATICS[0], 0, 1000.0, round=0, output_tokens=None)
+    one_round = rate_summary(rows, LIGHT, STATICS)
+    neither = rate_summary([replace(item, output_tokens=None) for item in rows], LIGHT, STATICS)
+    assert whole is not None
+    assert one_round is not None
+    assert neither is not None
+    assert whole["policies"] == one_round["policies"], "the other round's is known"
+    pairs = [found["against_best_static"][STATICS[1]]["throughput_ratio"] for found in (whole, one_round)]
+    assert [found["pairs"] for found in pairs] == [2, 1]
+    assert neither["policies"][STATICS[0]]["tokens_per_s"] is None
+    assert neither["against_best_static"][STATICS[1]]["throughput_ratio"] is None
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e4), st.floats(1, 1e4)), min_size=1, max_size=20))

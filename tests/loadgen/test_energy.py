@@ -21,6 +21,7 @@ JOULES_PER_TOKEN = {"fp16": 4.0, "gptq": 1.0}
 def test_one_unknown_request_makes_its_trial_unknown() -> None:
     assert j_per_token([Spent(4.0, 2), Spent(2.0, 1)]) == 2.0
     assert j_per_token([Spent(4.0, 2), Spent(None, 1)]) is None
+    assert j_per_token([Spent(4.0, 2), Spent(2.0, None)]) is None
     assert j_per_token([Spent(4.0, 0)]) is None
     assert j_per_token([]) is None
 

@@ -1,7 +1,10 @@
+import io
 import json
 
+from rich.console import Console
+
 from loadgen.records import Outcome, RequestRecord
-from loadgen.summary import Slo, counts_line, summarise_run
+from loadgen.summary import Slo, counts_line, rates_table, summarise_run
 
 
 def good(ttft_ms: float = 50.0, tokens: int = 11) -> RequestRecord:
@@ -50,6 +53,18 @@ def test_what_was_not_measured_is_none_and_holds_no_limit() -> None:
     assert summary.cached_prompt_share is None
     assert not Slo(ttft_ms=100.0).held_by(RequestRecord(total_ms=3.0))
     assert Slo(total_ms=3.0).held_by(RequestRecord(total_ms=3.0))
+
+
+def test_tokens_that_the_server_does_not_count_are_unknown_and_not_zero() -> None:
+    summary = summarise_run([good(), RequestRecord(total_ms=3.0, frame_ms=[1.0, 2.0])], 1.0, Slo())
+    assert (summary.output_tokens_per_s, summary.frames_per_token, summary.requests_per_s) == (None, None, 2.0)
+    assert summary.as_json()["output_tokens_per_s"] is None
+    console = Console(file=io.StringIO(), width=120)
+    console.print(rates_table({"all": summary}))
+    assert isinstance(console.file, io.StringIO)
+    assert "unknown" in console.file.getvalue().split("2.00")[0]
+    failed = RequestRecord(outcome=Outcome.DROPPED)
+    assert summarise_run([good(), failed], 1.0, Slo()).output_tokens_per_s == 11.0
 
 
 def test_joules_are_of_the_requests_whose_joules_are_known() -> None:

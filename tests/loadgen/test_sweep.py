@@ -66,6 +66,8 @@ def test_the_order_changes_from_round_to_round() -> None:
 def test_a_trial_is_spoilt_by_any_failure() -> None:
     good = RequestRecord(total_ms=100.0, ttft_ms=20.0, frame_ms=[20.0, 30.0], output_tokens=2)
     assert read_trial([good, good], 0.1) == TrialResult(100.0, 20.0, 10.0, 40.0)
+    uncounted = replace(good, output_tokens=None)
+    assert read_trial([good, uncounted], 0.1) == TrialResult(100.0, 20.0, None, None), "unknown is not 0"
     with pytest.raises(TrialSpoilt, match="stalled: silence"):
         read_trial([good, RequestRecord(outcome=Outcome.STALLED, error="silence")], 1.0)
     with pytest.raises(TrialSpoilt, match="no request"):
