@@ -35,7 +35,7 @@ from loadgen.console import results_console
 from loadgen.energy_facts import INCLUDE, EnergySource, offers_energy
 from loadgen.fitting import EngineSamples
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
-from loadgen.options import ApiKey
+from loadgen.options import ApiKey, finite
 from loadgen.profile_answer import answer, table_of, words_of
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.quality_gate import Limits, kl_meaning
@@ -276,7 +276,7 @@ def register(app: typer.Typer) -> None:
         base_url: Annotated[str, typer.Option(help="This application.")] = "http://127.0.0.1:8000",
         full: Annotated[bool, typer.Option("--full/--quick", help="Under an hour, or under ten minutes.")] = False,
         budget_s: Annotated[
-            float | None, typer.Option(min=5.0, help="Time to measure in; 540 quick, 3300 full.")
+            float | None, typer.Option(callback=finite, min=5.0, help="Time to measure in; 540 quick, 3300 full.")
         ] = None,
         out: Annotated[Path, typer.Option(help="The profile, written anew after each round.")] = Path("profile.json"),
         results: Annotated[Path, typer.Option(help="Folder for what was sent.")] = Path("results/calibrate"),

@@ -20,7 +20,7 @@ from loadgen.comparison_run import BARE, DECISION, CompareRefused, ComparisonRun
 from loadgen.console import results_console
 from loadgen.energy_facts import accepts_include, energy_of, request_record
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
-from loadgen.options import ApiKey
+from loadgen.options import ApiKey, finite
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.recipe import RecipeRefused, load_recipe
 from loadgen.records import Outcome, OutputUnwritable, RecordWriter
@@ -261,12 +261,18 @@ def register(app: typer.Typer) -> None:
         base_url: Annotated[str, typer.Option(help="This application.")] = "http://127.0.0.1:8000",
         bare_url: Annotated[str | None, typer.Option(help="vLLM's own server, to compare with.")] = None,
         recipe: Annotated[str, typer.Option(help="A packaged recipe's name, or a file.")] = "cpu",
-        rate_light: Annotated[float | None, typer.Option(min=1e-6, help="Requests/s; the recipe's by default.")] = None,
-        rate_saturating: Annotated[float | None, typer.Option(min=1e-6, help="Requests/s, as above.")] = None,
+        rate_light: Annotated[
+            float | None, typer.Option(callback=finite, min=1e-6, help="Requests/s; the recipe's by default.")
+        ] = None,
+        rate_saturating: Annotated[
+            float | None, typer.Option(callback=finite, min=1e-6, help="Requests/s, as above.")
+        ] = None,
         requests_light: Annotated[int | None, typer.Option(min=1, help="In each run; the recipe's by default.")] = None,
         requests_saturating: Annotated[int | None, typer.Option(min=1, help="In each run, as above.")] = None,
         rounds: Annotated[int, typer.Option(min=1, help="Each has both rates, with prompts of its own.")] = 2,
-        budget_s: Annotated[float, typer.Option(min=1.0, help="No block begins that would end after it.")] = 1500.0,
+        budget_s: Annotated[
+            float, typer.Option(callback=finite, min=1.0, help="No block begins that would end after it.")
+        ] = 1500.0,
         allow: Annotated[
             list[str] | None,
             typer.Option(help="Modes that may be the best static mode and the oracle's; all by default."),

@@ -20,6 +20,7 @@ from rich.table import Table
 from app.launch import FAST_PATH
 from loadgen.client import OpenAIClient
 from loadgen.console import results_console
+from loadgen.options import finite
 from loadgen.process_tree import ProcessCost, measure
 from loadgen.records import OutputUnwritable, require_writable
 from loadgen.servers import StartFailed, answers, free_port, running, write_json
@@ -148,7 +149,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command("idle-cost")
     def idle_cost(
-        seconds: Annotated[float, typer.Option(min=0.1, help="How long to watch; send nothing meanwhile.")] = 30.0,
+        seconds: Annotated[
+            float, typer.Option(callback=finite, min=0.1, help="How long to watch; send nothing meanwhile.")
+        ] = 30.0,
         pid: Annotated[list[int] | None, typer.Option(help="Roots to watch; all of Ray by default.")] = None,
         empty: Annotated[
             bool, typer.Option("--empty", help="Start a Serve application that does nothing, and watch that.")

@@ -7,11 +7,13 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 import uvloop
 from aiohttp import web
+
+from loadgen.options import finite
 
 _TOKENS_PER_S = web.AppKey("tokens_per_s", float)
 _STALL_S = web.AppKey("stall_s", float)
@@ -217,9 +219,11 @@ def register(app: typer.Typer) -> None:
 
     @app.command("null-server")
     def null_server(
-        port: int = typer.Option(8999, help="Port to listen on."),
-        host: str = typer.Option("127.0.0.1", help="Address to listen on."),
-        tokens_per_s: float = typer.Option(0.0, help="Pace of each stream; 0 sends all at once."),
+        port: Annotated[int, typer.Option(help="Port to listen on.")] = 8999,
+        host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+        tokens_per_s: Annotated[
+            float, typer.Option(callback=finite, help="Pace of each stream; 0 sends all at once.")
+        ] = 0.0,
     ) -> None:
         """Serve OpenAI requests without a model, to see what the client alone can do. Faults by model name."""
         loop = uvloop.new_event_loop()

@@ -14,7 +14,7 @@ from loadgen.bare_server import EngineDescription, EngineUnknown, describe_engin
 from loadgen.client import OpenAIClient, ServerFault
 from loadgen.console import results_console
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
-from loadgen.options import ApiKey
+from loadgen.options import ApiKey, finite
 from loadgen.overhead_report import compare, table_of
 from loadgen.overhead_trials import APP, BARE, CONTROL, Rounds, Side, TrialRunner, orders
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
@@ -190,8 +190,8 @@ def register(app: typer.Typer) -> None:
         warmup_rounds: Annotated[int, typer.Option(min=0)] = 1,
         prompt_tokens: Annotated[int, typer.Option(min=40)] = 128,
         output_tokens: Annotated[int, typer.Option(min=4)] = 64,
-        settle_s: Annotated[float, typer.Option(min=0.0, help="Rest before each trial.")] = 0.5,
-        start_timeout_s: Annotated[float, typer.Option(min=1.0)] = 900.0,
+        settle_s: Annotated[float, typer.Option(callback=finite, min=0.0, help="Rest before each trial.")] = 0.5,
+        start_timeout_s: Annotated[float, typer.Option(callback=finite, min=1.0)] = 900.0,
         out: Annotated[Path, typer.Option(help="Folder for results and logs.")] = Path("results/overhead"),
         seed: int = 0,
     ) -> None:

@@ -24,7 +24,7 @@ from loadgen.fidelity import (
 )
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.lm_eval_samples import SamplesUnreadable, Source, pair_samples
-from loadgen.options import ApiKey
+from loadgen.options import ApiKey, finite
 from loadgen.quality_gate import Limits, kl_meaning
 from loadgen.quality_report import (
     Measured,
@@ -213,11 +213,15 @@ def register(app: typer.Typer) -> None:
         texts: Annotated[int, typer.Option(min=0, help="Texts to read of each suite, and without one.")] = 32,
         output_tokens: Annotated[int, typer.Option(min=1, help="Longest generated answer.")] = 256,
         concurrency: Annotated[int, typer.Option(min=1, help="Questions under way at once.")] = 2,
-        accuracy_drop: Annotated[float, typer.Option(min=0, help="Points of accuracy a mode may lose.")] = 1.5,
-        kl_max: Annotated[float, typer.Option(min=0, help="Nats a token a mode may stray.")] = 0.05,
+        accuracy_drop: Annotated[
+            float, typer.Option(callback=finite, min=0, help="Points of accuracy a mode may lose.")
+        ] = 1.5,
+        kl_max: Annotated[float, typer.Option(callback=finite, min=0, help="Nats a token a mode may stray.")] = 0.05,
         samples: Annotated[list[str] | None, typer.Option(help="lm-eval's samples: MODE:SCOPE=FILE.")] = None,
         api_key: ApiKey = None,
-        stall_s: Annotated[float, typer.Option(min=0.1, help="Longest silence of the server.")] = 300.0,
+        stall_s: Annotated[
+            float, typer.Option(callback=finite, min=0.1, help="Longest silence of the server.")
+        ] = 300.0,
         out: Annotated[Path, typer.Option(help="Folder for quality.json and the answers.")] = Path("results/quality"),
     ) -> None:
         """Judge lossy modes against the reference: accuracy, KL, likeness of text. Only `pass` makes one eligible."""

@@ -18,7 +18,7 @@ from loadgen.console import results_console
 from loadgen.energy_facts import EnergySource
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.kv_use import pressure_words, watched_kv_use
-from loadgen.options import ApiKey
+from loadgen.options import ApiKey, finite
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.records import OutputUnwritable, RecordWriter, RequestRecord
 from loadgen.runner import Arrival, ClosedLoop, LoadRun, Manner, Progress
@@ -225,23 +225,32 @@ def register(app: typer.Typer) -> None:
         arrival: Annotated[str, typer.Option(help="closed, constant, poisson, bursty or trace.")] = "closed",
         requests: Annotated[int, typer.Option(min=1, help="Conversations to send.")] = 32,
         concurrency: Annotated[int, typer.Option(min=1, help="Of the closed loop.")] = 4,
-        rate: Annotated[float, typer.Option(min=1e-6, help="Requests/s of an open loop.")] = 1.0,
+        rate: Annotated[float, typer.Option(callback=finite, min=1e-6, help="Requests/s of an open loop.")] = 1.0,
         trace: Annotated[Path | None, typer.Option(help="Mooncake-style JSON lines.")] = None,
-        speed: Annotated[float, typer.Option(min=1e-6, help="Plays the trace so many times as fast.")] = 1.0,
-        length_scale: Annotated[float, typer.Option(min=1e-6, help="Scales the trace's lengths.")] = 1.0,
+        speed: Annotated[
+            float, typer.Option(callback=finite, min=1e-6, help="Plays the trace so many times as fast.")
+        ] = 1.0,
+        length_scale: Annotated[
+            float, typer.Option(callback=finite, min=1e-6, help="Scales the trace's lengths.")
+        ] = 1.0,
         model: Annotated[str | None, typer.Option(help="Model name to ask for; the first listed by default.")] = None,
         tokenizer: Annotated[Path | None, typer.Option(help="Model folder; the server's by default.")] = None,
         stream: Annotated[bool, typer.Option(help="Ask for streams.")] = True,
         exact_output: Annotated[bool, typer.Option(help="Send vLLM's ignore_eos.")] = True,
-        cancel_fraction: Annotated[float, typer.Option(min=0, max=1, help="Share to give up half-way.")] = 0.0,
+        cancel_fraction: Annotated[
+            float, typer.Option(callback=finite, min=0, max=1, help="Share to give up half-way.")
+        ] = 0.0,
         warmup: Annotated[int, typer.Option(min=0, help="Requests beforehand, not counted.")] = 4,
-        slo_ttft_ms: Annotated[float | None, typer.Option(help="Limit for goodput.")] = None,
-        slo_between_tokens_ms: Annotated[float | None, typer.Option(help="Limit for goodput.")] = None,
-        slo_total_ms: Annotated[float | None, typer.Option(help="Limit for goodput.")] = None,
-        stall_s: Annotated[float, typer.Option(min=0.01, help="Longest silence of the server.")] = 120.0,
+        slo_ttft_ms: Annotated[float | None, typer.Option(callback=finite, help="Limit for goodput.")] = None,
+        slo_between_tokens_ms: Annotated[float | None, typer.Option(callback=finite, help="Limit for goodput.")] = None,
+        slo_total_ms: Annotated[float | None, typer.Option(callback=finite, help="Limit for goodput.")] = None,
+        stall_s: Annotated[
+            float, typer.Option(callback=finite, min=0.01, help="Longest silence of the server.")
+        ] = 120.0,
         include: Annotated[str | None, typer.Option(help="Extra objects, as `mode,timing`.")] = None,
         balloon_share: Annotated[
-            float | None, typer.Option(min=0.01, max=0.95, help="Hold this share of the GPU's memory meanwhile.")
+            float | None,
+            typer.Option(callback=finite, min=0.01, max=0.95, help="Hold this share of the GPU's memory meanwhile."),
         ] = None,
         api_key: ApiKey = None,
         out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results/run"),

@@ -16,7 +16,7 @@ from loadgen.console import results_console
 from loadgen.decode_limit import decode_limits
 from loadgen.energy_facts import EnergySource, tells_energy
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
-from loadgen.options import ApiKey
+from loadgen.options import ApiKey, finite
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.records import OutputUnwritable, RecordWriter
 from loadgen.served_modes import engines_of, read_modes
@@ -160,11 +160,14 @@ def register(app: typer.Typer) -> None:
             list[int] | None, typer.Option(min=1, help="Streams at once; 1 and 8 by default.")
         ] = None,
         tokenizer: Annotated[Path | None, typer.Option(help="Model folder; the server's by default.")] = None,
-        tolerance: Annotated[float, typer.Option(min=0.001, help="Half-width of the interval that is enough.")] = 0.05,
+        tolerance: Annotated[
+            float, typer.Option(callback=finite, min=0.001, help="Half-width of the interval that is enough.")
+        ] = 0.05,
         min_rounds: Annotated[int, typer.Option(min=2)] = 3,
         max_rounds: Annotated[int, typer.Option(min=1)] = 20,
         budget_s: Annotated[
-            float, typer.Option(min=1.0, help="But for the first round, nothing begins after this time.")
+            float,
+            typer.Option(callback=finite, min=1.0, help="But for the first round, nothing begins after this time."),
         ] = 1800.0,
         exact_output: Annotated[bool, typer.Option(help="Send vLLM's ignore_eos.")] = True,
         interference: Annotated[bool, typer.Option(help="At the end, time each pair of engines at once.")] = True,

@@ -216,6 +216,13 @@ async def test_an_interruption_keeps_what_was_found(model_folder: Path, tmp_path
         (("--cancel-fraction", "0.5", "--no-stream"), "half-way"),
         (("--out", "/proc/nowhere"), "cannot write results"),
         (("--tokenizer", "/nowhere"), "no usable tokenizer"),
+        (("--arrival", "constant", "--rate", "inf"), "inf is no finite number"),
+        (("--arrival", "poisson", "--rate", "nan"), "Invalid value for '--rate'"),
+        (("--speed", "nan"), "Invalid value for '--speed'"),
+        (("--length-scale", "inf"), "inf is no finite number"),
+        (("--length-scale", "nan"), "Invalid value for '--length-scale'"),
+        (("--slo-ttft-ms=-inf",), "-inf is no finite number"),
+        (("--slo-total-ms", "nan"), "nan is no finite number"),
     ],
 )
 def test_a_wrong_option_is_explained(model_folder: Path, tmp_path: Path, more: tuple[str, ...], words: str) -> None:
