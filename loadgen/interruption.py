@@ -15,7 +15,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def signals_as_interrupts() -> Iterator[None]:
-    """For work outside of an event loop: Ctrl-C and SIGTERM raise KeyboardInterrupt while the block runs."""
+    """For work outside of an event loop: Ctrl-C and SIGTERM raise KeyboardInterrupt while the block runs.
+
+    Once one has ended the block, further ones are ignored.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -24,9 +27,25 @@ def signals_as_interrupts() -> Iterator[None]:
     before = {number: signal.signal(number, interrupt) for number in _SIGNALS}
     try:
         yield
+    except KeyboardInterrupt:
+        before = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def without_ctrl_c() -> Iterator[None]:
+    """Processes started in the block are never told of Ctrl-C, which a terminal sends to every process of a command.
+
+    They inherit that this thread has the signal blocked, so it holds from their first moment on.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_interruptible(main: Coroutine[Any, Any, None]) -> bool:

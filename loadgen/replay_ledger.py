@@ -1,14 +1,15 @@
 """`replay ledger`: a server's logged decisions, asked again of other policies or of the same one."""
 
+import copy
 import gc
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ from app.routing.policies.learned import PredictorRefused
 from app.routing.profile import Profile
 from app.routing.settings import RoutingSettings
 from loadgen.console import results_console
+from loadgen.interruption import EXIT_INTERRUPTED, signals_as_interrupts, without_ctrl_c
 from loadgen.logged_decisions import LedgerUnreadable, RowRange, Shared, ranges, read_contexts, rows
 from loadgen.policy_replay import LEARNED, Defaults, PairedMean, Replay, Tally
 from loadgen.records import OutputUnwritable
@@ -65,11 +67,15 @@ class Job:
 
 
 def replay_all(job: Job, processes: int) -> Iterator[Tally]:
-    """The tally so far, after each piece. Raises LedgerUnreadable and FileUnusable."""
+    """The tally so far, after each piece: one of its own, which stays whole whatever interrupts the next.
+
+    Raises LedgerUnreadable and FileUnusable.
+    """
     spans = ranges(job.ledger, _ROWS_A_PIECE)
     total = Tally(policies=job.piece(RowRange(0, -1)).policies)
     yield total
     for tally in _pieces(job, spans, min(processes, len(spans))):
+        total = copy.deepcopy(total)
         total.merge(tally)
         yield total
 
@@ -80,7 +86,16 @@ def _pieces(job: Job, spans: Sequence[RowRange], processes: int) -> Iterator[Tal
         return
     # Spawned: a fork would copy the terminal's drawing thread.
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(job.piece, spans)
+        with without_ctrl_c():
+            pieces = [pool.submit(job.piece, span) for span in spans]
+        try:
+            for piece in pieces:
+                yield piece.result()
+        except BaseException:
+            # Nobody waits for the pieces under way any more, each of which takes seconds.
+            for worker in active_children():
+                worker.terminate()
+            raise
 
 
 def read_profile(path: Path) -> Profile:
@@ -212,9 +227,10 @@ def _verify_notes(tally: Tally) -> Iterator[str]:
     yield from (f"  {count} x: {why}" for why, count in tally.unverifiable.most_common())
 
 
-def _as_json(tally: Tally, wall_s: float) -> dict[str, Any]:
+def _as_json(tally: Tally, wall_s: float, interrupted: bool) -> dict[str, Any]:
     return {
         "command": "replay ledger",
+        "interrupted": interrupted,
         "rows": tally.rows,
         "undecided": tally.undecided,
         "damaged": dict(tally.damaged),
@@ -261,13 +277,23 @@ def _known(policies: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(policies))
 
 
-def _run(job: Job, processes: int, status: Status) -> tuple[Tally, float]:
+@dataclass(slots=True)
+class Found:
+    """Results so far, kept outside of the function that finds them, so that an interruption loses nothing."""
+
+    tally: Tally = field(default_factory=Tally)
+    wall_s: float = 0.0
+
+    @property
+    def rows_per_s(self) -> float:
+        return self.tally.rows / self.wall_s if self.wall_s else 0.0
+
+
+def _run(job: Job, processes: int, found: Found, status: Status) -> None:
     begin = time.perf_counter()
-    tally = Tally()
     for tally in replay_all(job, processes):
-        wall_s = time.perf_counter() - begin
-        status.update(f"{tally.rows:,} decisions, {tally.rows / wall_s:,.0f} rows/s")
-    return tally, time.perf_counter() - begin
+        found.tally, found.wall_s = tally, time.perf_counter() - begin
+        status.update(f"{tally.rows:,} decisions, {found.rows_per_s:,.0f} rows/s")
 
 
 def register(replay: typer.Typer) -> None:
@@ -296,30 +322,39 @@ def register(replay: typer.Typer) -> None:
     ) -> None:
         """What other policies would have done with the decisions of a ledger, and at what predicted cost.
 
-        Exit status 1: with --verify some decision came out otherwise, or none could be verified.
+        Exit status 1: with --verify some decision came out otherwise, or none could be verified. 130: interrupted; the
+        figures are of the rows replayed until then.
         """
         console = results_console()
         defaults = (*_DEFAULT_POLICIES, LEARNED) if trained_model else _DEFAULT_POLICIES
         names = _known(policy or (() if verify else defaults))
         if LEARNED in names and trained_model is None:
             raise typer.BadParameter("learned needs --trained-model FILE", param_hint="--policy")
+        found, priced, interrupted = Found(), True, False
         try:
-            job = Job(path, names, _defaults(path, profile or (), settings, modes), verify, trained_model)
-            with console.status("reading") as status:
-                tally, wall_s = _run(job, processes, status)
+            with signals_as_interrupts(), console.status("reading") as status:
+                job = Job(path, names, _defaults(path, profile or (), settings, modes), verify, trained_model)
+                priced = job.defaults.profile is not None
+                _run(job, processes, found, status)
+        except KeyboardInterrupt:
+            interrupted = True
         except (FileUnusable, LedgerUnreadable, BrokenProcessPool) as error:
             console.print(f"replay: {error}", style="red", markup=False)
             raise typer.Exit(2) from error
+        tally = found.tally
         if names:
             for table in (_agreement_table(tally), _cost_table(tally), _choice_table(tally)):
                 console.print(table)
-            if job.defaults.profile is None:
+            if not priced:
                 console.print("Without --profile FILE there are no predicted costs, and `cost` decides as `rules` do.")
         for line in (*_notes(tally), *(_verify_notes(tally) if verify else ())):
             console.print(line, markup=False, highlight=False)
-        console.print(f"{tally.rows:,} rows in {wall_s:.1f} s: {tally.rows / wall_s:,.0f} rows/s", highlight=False)
+        console.print(f"{tally.rows:,} rows in {found.wall_s:.1f} s: {found.rows_per_s:,.0f} rows/s", highlight=False)
         if out is not None:
-            _write(out, _as_json(tally, wall_s), console)
+            _write(out, _as_json(tally, found.wall_s, interrupted), console)
+        if interrupted:
+            console.print("replay: interrupted; the figures are of the rows replayed until then.", style="yellow")
+            raise typer.Exit(EXIT_INTERRUPTED)
         if verify and not tally.verified:
             console.print("replay: no decision could be verified", style="red", markup=False)
             raise typer.Exit(1)

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from loadgen.interruption import run_interruptible
+from loadgen.interruption import run_interruptible, without_ctrl_c
 from loadgen.records import OutputUnwritable
 from tests.loadgen.conftest import finished
 
@@ -50,6 +50,48 @@ async def test_a_second_ctrl_c_does_not_cost_what_the_first_kept() -> None:
         process.send_signal(signal.SIGINT)
         words = await finished(process)
     assert (process.returncode, words) == (0, "written True\n")
+
+
+def test_processes_that_are_started_without_ctrl_c_outlive_it() -> None:
+    program = """
+        import sys
+        print("begun", flush=True)
+        sys.stdin.readline()
+        print("still here", flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with without_ctrl_c():
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        words, _ = process.communicate("go on\n", timeout=60)
+    assert (process.returncode, words) == (0, "still here\n")
+
+
+async def test_a_second_ctrl_c_outside_of_a_loop_is_ignored_too() -> None:
+    program = """
+        import os, signal, time
+        from loadgen.interruption import signals_as_interrupts
+
+        try:
+            with signals_as_interrupts():
+                print("begun", flush=True)
+                time.sleep(3600)
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("written", flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        assert await asyncio.to_thread(process.stdout.readline) == "begun\n"
+        process.send_signal(signal.SIGINT)
+        words = await finished(process)
+    assert (process.returncode, words) == (0, "written\n")
 
 
 def test_ctrl_c_before_a_command_begins_is_no_crash(tmp_path_factory: pytest.TempPathFactory) -> None:

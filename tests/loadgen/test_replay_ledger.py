@@ -1,5 +1,10 @@
 import json
+import os
+import signal
 import sqlite3
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -119,6 +124,7 @@ def test_a_decision_that_does_not_come_out_again_is_listed(tmp_path: Path) -> No
     assert "verified 12 decisions: 2 came out otherwise" in words
     assert "r0 (cost): mode: int8_continuous_batching -> " in words
     found = json.loads((tmp_path / "out.json").read_text())
+    assert found["interrupted"] is False
     assert [item["request_id"] for item in found["mismatches"]] == ["r0", "r6"]
     assert any(part.startswith("terms.queue_ms: ") for part in found["mismatches"][0]["differences"])
 
@@ -270,6 +276,62 @@ def test_what_is_wrong_is_said(ledger: Path, arguments: tuple[str, ...], words: 
     (ledger.parent / "text.sqlite").write_text("It is no database, and no JSON either. " * 100)
     code, said = replay(*(item.format(folder=ledger.parent, ledger=ledger) for item in arguments))
     assert (code, words in said) == (2, True), said
+
+
+# Only the first piece of 20 rows ends. Workers import the module, so that they do the same.
+_STUCK = """
+    import signal, time
+    from multiprocessing import parent_process
+    from loadgen.replay_ledger import Job
+
+    class Stuck(Job):
+        __slots__ = ()
+
+        def piece(self, span):
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            assert (signal.SIGINT in blocked) is (parent_process() is not None), blocked
+            if span.first > 20:
+                time.sleep(3600)
+            return super().piece(span)
+"""
+_PROGRAM = """
+    import sys
+    from loadgen import replay_ledger
+    from loadgen.__main__ import make_app
+    from stuck import Stuck
+
+    def told(job, processes, replay_all=replay_ledger.replay_all):
+        for tally in replay_all(job, processes):
+            yield tally
+            print(tally.rows, "rows are taken", flush=True)
+
+    replay_ledger.Job, replay_ledger.replay_all, replay_ledger._ROWS_A_PIECE = Stuck, told, 20
+    make_app()(["replay", "ledger", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("processes", [1, 3])  # of three, one has nothing to do
+def test_an_interruption_keeps_what_was_replayed(ledger: Path, number: signal.Signals, processes: int) -> None:
+    (ledger.parent / "stuck.py").write_text(textwrap.dedent(_STUCK))
+    out = ledger.parent / "out.json"
+    command = [sys.executable, "-c", textwrap.dedent(_PROGRAM), str(ledger), "--verify", "--policy", "rules"]
+    command += ["--profile", str(ledger.parent / "profile.json"), "--processes", str(processes), "--out", str(out)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ledger.parent), *sys.path])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **pipes, text=True, env=env, start_new_session=True) as process:  # type: ignore[call-overload]
+        assert process.stdout is not None
+        lines = [process.stdout.readline(), process.stdout.readline()]
+        assert lines == ["0 rows are taken\n", "20 rows are taken\n"]
+        # A terminal sends Ctrl-C to the workers too; what ends a command by SIGTERM tells the command alone.
+        (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
+        words = " ".join(process.stdout.read().split())  # until every worker has ended as well
+    assert process.returncode == 130, words
+    assert "Traceback" not in words
+    assert "verified 20 decisions: 0 came out otherwise" in words
+    assert "interrupted; the figures are of the rows replayed until then" in words
+    found = json.loads(out.read_text())
+    assert (found["interrupted"], found["rows"], found["policies"]["rules"]["asked"]) == (True, 20, 20)
 
 
 def test_an_empty_ledger_and_one_without_the_table(tmp_path: Path) -> None:
