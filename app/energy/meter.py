@@ -70,7 +70,7 @@ class Meter:
         """Why this meter has stopped: a later one took over."""
         self._settings, self._meters = settings, meters
         self._clock, self._wall, self._cpu_clock, self._observe = clock, wall, cpu_clock, observe
-        self._file = LedgerFile(ledger_path, settings.retention_days, wall)
+        self._file = LedgerFile(ledger_path, settings.retention_days, wall, clock)
         self._books = Bookkeeper(self._file, clock, wall)
         self._sources = Sources(settings.late_after_s)
         self._events: Counter[str] = Counter()

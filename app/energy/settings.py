@@ -40,6 +40,7 @@ class EnergySettings(BaseModel):
     ledger_path: Path | None = None
     """The SQLite file; None leaves the place to the application."""
     retention_days: Positive = 30.0
+    """Older rows are removed. After the clock has jumped by more than a tenth of this, none are for a day."""
     flush_s: Positive = 2.0
     """How often settled joules are written; what a crash of the meter can lose where the device has no counter."""
     late_after_s: Positive = 3.0

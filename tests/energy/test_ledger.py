@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from app.energy.accounts import Rows
 from app.energy.ledger import Fenced, Ledger, LedgerCorrupt, open_or_set_aside
 from app.energy.ledger_file import LedgerFile
 from app.energy.queries import TimeRange, newest_named, request_row, request_sums, totals
@@ -149,15 +150,96 @@ def test_an_older_file_gets_the_index_that_this_needs(path):
     assert "requests_by_context" in plan[0][-1]
 
 
-def test_retention_works_along_with_the_flushes(path):
-    now_s = [100.0]
-    file = LedgerFile(path, 1.0, lambda: now_s[0])
-    rows = ([interval(100)], [], [])
-    file.write(type("R", (), dict(zip(("intervals", "credits", "requests"), rows, strict=True))), [])
-    now_s[0] += 2 * 86400
-    rows = ([interval(now_s[0])], [], [])
-    file.write(type("R", (), dict(zip(("intervals", "credits", "requests"), rows, strict=True))), [])
+DAY_S = 86400.0
+
+
+class Clocks:
+    """Time passes on both; the wall clock alone jumps."""
+
+    def __init__(self):
+        self.now_s, self.wall_s = 0.0, 1e9
+
+    def wall(self):
+        return self.wall_s
+
+    def clock(self):
+        return self.now_s
+
+    def jump(self, by_s):
+        self.wall_s += by_s
+
+
+@pytest.fixture
+def clocks():
+    return Clocks()
+
+
+@pytest.fixture
+def kept(path, clocks):
+    """Lets days pass, an hour at a time as the meter flushes, and tells which of the first rows are still there."""
+    file = LedgerFile(path, 30.0, clocks.wall, clocks.clock)
+
+    def pass_days(days=0.0, *written):
+        for _ in range(round(days * 24) or 1):
+            clocks.now_s += 3601 if days else 0
+            clocks.wall_s += 3601 if days else 0
+            file.write(Rows([interval(end_s) for end_s in written], [], []), [])
+            written = ()
+        return [row[0] for row in file.ledger.connection.execute("SELECT end_s FROM intervals ORDER BY end_s")]
+
+    return pass_days
+
+
+def test_retention_works_along_with_the_flushes(path, clocks):
+    file = LedgerFile(path, 1.0, clocks.wall, clocks.clock)
+    file.write(Rows([interval(clocks.wall_s)], [], []), [])
+    clocks.now_s += 2 * DAY_S
+    clocks.wall_s += 2 * DAY_S
+    file.write(Rows([interval(clocks.wall_s)], [], []), [])
     assert totals(file.ledger.connection, TimeRange()).measured_j == 10
+
+
+@pytest.mark.parametrize("days", [40, 400, -40])
+def test_a_clock_that_jumps_and_comes_back_removes_nothing_and_is_told_once(kept, clocks, caplog, days):
+    young, old = 1e9 - 10 * DAY_S, 1e9 - 29.8 * DAY_S
+    assert kept(0, young, old) == [old, young]
+    clocks.jump(days * DAY_S)
+    assert kept(0.7) == [old, young]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"jumped by {days * DAY_S:+.0f} s" in line
+    clocks.jump(-days * DAY_S)
+    # Back where it was it is believed at once: what is old by now goes with the next look.
+    assert kept(0.1) == [young]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("days", [40, -40])
+def test_a_clock_that_keeps_to_its_jump_is_believed_after_a_day(kept, clocks, days):
+    before, after = 1e9 - 29 * DAY_S, 1e9 - 29 * DAY_S + days * DAY_S
+    kept(0, before)
+    clocks.jump(days * DAY_S)
+    assert before in kept(0.9, after)
+    # Jumped back, the rows from before lie in the future, and those since then grow old as usual.
+    assert kept(1.5) == ([] if days > 0 else [before])
+
+
+def test_another_jump_begins_the_day_anew(kept, clocks):
+    row = 1e9 - DAY_S
+    kept(0, row)
+    for _ in range(4):
+        clocks.jump(40 * DAY_S)
+        assert kept(0.7) == [row]
+    assert kept(0.5) == []
+
+
+def test_small_steps_that_add_up_are_a_jump(kept, clocks, caplog):
+    row = 1e9 - 27.5 * DAY_S
+    assert kept(0, row) == [row]
+    for _ in range(10):
+        clocks.jump(0.4 * DAY_S)
+        kept(0.01)
+    assert kept(0.01) == []
+    assert "jumped by" in caplog.text
 
 
 @pytest.mark.parametrize("damage", [b"this is not a database" * 100, "middle"])
