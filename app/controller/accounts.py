@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from app.controller.body import request_id_of
 from app.controller.errors import ApiError, invalid
-from app.energy.queries import BadRange, TimeRange, Totals
+from app.energy.queries import BadRange, PastRow, TimeRange, Totals
 
 
 class Accounts(Protocol):
@@ -31,6 +31,10 @@ class HandleAccounts:
 
     async def request(self, request_id: str, tenant: str | None) -> dict[str, Any] | None:
         return await self._handle.request.remote(request_id, tenant)  # type: ignore[no-any-return]
+
+    async def past(self, model: str, limit: int) -> list[PastRow]:
+        """The last `limit` requests of a model that an engine got, oldest first."""
+        return await self._handle.past.remote(model, limit)  # type: ignore[no-any-return]
 
     async def state(self) -> dict[str, Any]:
         return await self._handle.state.remote()  # type: ignore[no-any-return]

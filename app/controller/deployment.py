@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from app.config import Settings, load_live
 from app.controller.accounts import HandleAccounts
 from app.controller.knowledge import Knowledge, read_knowledge
 from app.controller.links import EngineLink
+from app.controller.past import read_past
 from app.controller.routes import create_app
 from app.controller.service import Service
 from app.controller.tenants import Keys, Tenants
@@ -31,6 +33,9 @@ _READ_DEVICE_EVERY_S = 2.0
 _READ_DEVICE_WITHIN_S = 5.0
 _ASK_AGAIN_AFTER_S = 1.0
 _LOOK_FOR_TOKENIZER_EVERY_S = 10.0
+_REMEMBERED_REQUESTS = 1000
+_REMEMBER_WITHIN_S = 60.0
+"""A meter that begins with the controller answers once it is there."""
 
 
 class Controller:
@@ -66,7 +71,7 @@ class Controller:
         )
         loop = asyncio.get_running_loop()
         self._running = [loop.create_task(link.follow()) for link in links]
-        others = (records.run(), self._weights.run(), self._watch_device(), self._read_tokenizer())
+        others = (records.run(), self._weights.run(), self._watch_device(), self._read_tokenizer(), self._remember())
         self._running += [loop.create_task(each) for each in others]
 
     def __serve_build_asgi_app__(self) -> Starlette:
@@ -88,6 +93,21 @@ class Controller:
         self._live, self._refused = live, None
         if self._knows_hardware:
             self._service.change(self._live)
+
+    async def _remember(self) -> None:
+        """Learn again what the requests before this controller taught; requests are served meanwhile, and without."""
+        try:
+            asking = self._accounts.past(self._model, _REMEMBERED_REQUESTS)
+            rows = await asyncio.wait_for(asking, _REMEMBER_WITHIN_S)
+            past, damaged = read_past(rows, time.time())
+            count = self._service.router.remember(past, time.monotonic())
+        except Exception as error:
+            # Ray's error has the traceback from the other side before what it says.
+            why = str(error).strip().rpartition("\n")[2]
+            log.warning("nothing is learned again from earlier requests: %s: %s", type(error).__name__, why)
+            return
+        told = "learned again from %d earlier requests; passed over: %d of modes not deployed, %d damaged rows"
+        log.log(logging.WARNING if damaged else logging.INFO, told, count, len(past) - count, damaged)
 
     async def _read_tokenizer(self) -> None:
         """Count tokens as soon as the model's files are there; until then they are estimated, and requests served."""

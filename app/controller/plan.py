@@ -88,6 +88,7 @@ class Ticket:
         """The request's row in the ledger. Counts and names only."""
         plan = self.plan
         decision = plan.outcome if plan is not None and isinstance(plan.outcome, Decision) else None
+        said = None if self.prompt is None else self.prompt.said
         outcome: dict[str, Any] = {
             "status": status,
             "code": code,
@@ -112,6 +113,8 @@ class Ticket:
             else {
                 "policy": plan.policy,
                 "named": plan.named,
+                # Of the first turn, too: a controller that was started again knows conversations from here.
+                "conversation": said and [said.began, said.so_far],
                 "decision": _json(plan.outcome),
                 # A refusal names every mode; with many of them the ledger would take it for a user's text.
                 "reason": plan.outcome.reason[:LONGEST_TEXT],

@@ -14,6 +14,7 @@ from app.config import LiveSettings
 from app.controller.knowledge import Knowledge
 from app.controller.links import EngineLink
 from app.controller.live_state import take_snapshot
+from app.controller.past import PastRequest
 from app.controller.plan import Plan, Ticket
 from app.controller.policies import PolicySet
 from app.controller.prompts import Prompt
@@ -202,6 +203,30 @@ class Router:
         if self._by_name[decision.mode].speculative:
             self._acceptance.observe(decision.mode, features.tag, usage.output_tokens, usage.accepted_tokens)
         return self._correct(ticket, plan, decision, usage, now_s)
+
+    def remember(self, past: Sequence[PastRequest], now_s: float) -> int:
+        """Learn again from requests before this router began, oldest first; returns how many count.
+
+        Those of modes that are not deployed do not. What is known of a conversation since stays. Only conversations,
+        output lengths and acceptance are learned again: hashes of the prefix index are of one process and nowhere
+        written down, and corrections, breakers and traffic are of engines and minutes that may be gone.
+        """
+        counting = [request for request in past if request.mode in self._by_name]
+        weights: dict[str, str] = {}
+        for request in counting:
+            mode, tag = self._by_name[request.mode], request.tag
+            for name in request.conversation:
+                weights.pop(name, None)
+                weights[name] = mode.weights
+            if request.output_tokens:
+                each_tokens, then_s = round(request.output_tokens / request.sequences), now_s - request.age_s
+                self._lengths.observe(tag, request.prompt_shape, request.max_tokens, each_tokens, then_s)
+                if mode.speculative:
+                    self._acceptance.observe(mode.name, tag, request.output_tokens, request.accepted_tokens)
+        for name, began_with in weights.items():
+            if self._conversations.weights(name) is None:
+                self._conversations.began(name, began_with)
+        return len(counting)
 
     def _correct(self, ticket: Ticket, plan: Plan, decision: Decision, usage: Usage, now_s: float) -> float | None:
         """Compare what the engine took with what the profile says of the tokens that were really produced.

@@ -19,7 +19,7 @@ from app.energy.ledger_reader import LedgerReader
 from app.energy.meter import Meter
 from app.energy.meter_thread import MeterStopped, MeterThread
 from app.energy.metrics import EnergyMetrics
-from app.energy.queries import TimeRange, Totals, UnknownRequest
+from app.energy.queries import PastRow, TimeRange, Totals, UnknownRequest
 from app.energy.request_energy import UNMEASURED, RequestEnergy
 from app.energy.rows import RequestRecord
 from app.energy.settings import EnergySettings
@@ -115,6 +115,16 @@ class EnergyMeter:
         span.check_not_future(time.time())
         await self._ask(Meter.catch_up)
         return await self._reader.totals(span, tenant)
+
+    async def past(self, model: str, limit: int) -> list[PastRow]:
+        """The last `limit` requests of a model that an engine got, oldest first.
+
+        Raises:
+            sqlite3.Error: the ledger cannot be read now.
+        """
+        # Answered once the ledger is open.
+        await self._ask(Meter.catch_up)
+        return await self._reader.past(model, limit)
 
     async def request(self, request_id: str, tenant: str | None = None) -> dict[str, Any] | None:
         """See `Meter.request`; None for an unknown id, because Serve logs every exception with its traceback."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 import psutil
 
 from app.energy.activity import boot_id
-from app.energy.queries import TimeRange, Totals, totals
+from app.energy.queries import PastRow, TimeRange, Totals, past_rows, totals
 
 T = TypeVar("T")
 _WAIT_FOR_LOCK_S = 5.0
@@ -45,6 +45,10 @@ class LedgerReader:
     async def totals(self, span: TimeRange, tenant: str | None = None) -> Totals:
         """Totals by mode, engine, tenant and class, of one `tenant` or of all."""
         return await self._ask(lambda connection: totals(connection, span, tenant))
+
+    async def past(self, model: str, limit: int) -> list[PastRow]:
+        """The last `limit` requests of a model that an engine got, oldest first."""
+        return await self._ask(lambda connection: past_rows(connection, model, limit))
 
     async def later_meter_works(self, generation: int, since_s: float) -> bool:
         """Whether a meter that came after this generation wrote since then (seconds since 1970), or still runs."""

@@ -163,6 +163,37 @@ def request_row(connection: sqlite3.Connection, request_id: str) -> dict[str, An
     return row
 
 
+class PastRow(NamedTuple):
+    """A request that an engine got, as its row has it; the last three are JSON as it lies there, damaged or not."""
+
+    recorded_s: float
+    mode: str
+    status: str
+    features: bytes
+    decision: bytes
+    outcome: bytes
+
+
+def past_rows(connection: sqlite3.Connection, model: str, limit: int) -> list[PastRow]:
+    """The last `limit` requests of a model that an engine got, oldest first."""
+    of_model = "CASE WHEN json_valid(content) THEN json_extract(content, '$.model') END = ?"
+    contexts = connection.execute(f"SELECT context FROM contexts WHERE {of_model}", (model,)).fetchall()
+    # By insertion, since the clock may have jumped; by context, since the index has both: however many rows there are
+    # of other models or from before, they are not looked at.
+    numbers: list[int] = []
+    for context in contexts:
+        found = connection.execute(
+            "SELECT rowid FROM requests WHERE context = ? AND mode IS NOT NULL ORDER BY rowid DESC LIMIT ?",
+            (*context, limit),
+        )
+        numbers += [number for (number,) in found]
+    row = (
+        "SELECT recorded_s, mode, status, CAST(features AS BLOB), CAST(decision AS BLOB), CAST(outcome AS BLOB) "
+        "FROM requests WHERE rowid = ?"
+    )
+    return [PastRow(*connection.execute(row, (number,)).fetchone()) for number in sorted(numbers)[-limit:]]
+
+
 class RequestSums(NamedTuple):
     """What the ledger holds of a request's joules."""
 

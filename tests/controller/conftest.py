@@ -198,12 +198,22 @@ def knowledge():
 
 
 @pytest.fixture
-def service(settings, engines, records, keys, knowledge):
-    links = [EngineLink(spec, engines[spec.name]) for spec in settings.engine_specs]
-    for link in links:
-        link.status = EngineStatus(link.name, EngineState.READY, pid=1)
-    tenants = Tenants(keys, settings.live.tenants)
-    return Service(settings, links, CountsWords(), tenants, records, NoTelemetry(), knowledge)
+def new_service(settings, engines, records, keys, knowledge):
+    """A service as it begins, with nothing learned."""
+
+    def make():
+        links = [EngineLink(spec, engines[spec.name]) for spec in settings.engine_specs]
+        for link in links:
+            link.status = EngineStatus(link.name, EngineState.READY, pid=1)
+        tenants = Tenants(keys, settings.live.tenants)
+        return Service(settings, links, CountsWords(), tenants, records, NoTelemetry(), knowledge)
+
+    return make
+
+
+@pytest.fixture
+def service(new_service):
+    return new_service()
 
 
 @pytest.fixture

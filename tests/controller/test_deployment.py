@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sqlite3
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -10,6 +11,9 @@ from app.config import load_settings
 from app.controller import deployment
 from app.controller.deployment import Controller
 from app.device import Reading
+from app.energy.queries import PastRow
+from app.routing.classes import Shape
+from app.routing.tags import Tag
 from app.telemetry import NoTelemetry
 from app.wire import Endpoint
 from tests.controller.conftest import PlayedEngine
@@ -37,13 +41,37 @@ class PlayedDevice:
         self.identify, self.read = Identify(), Read()
 
 
+class PlayedMeter:
+    """Stands where the meter's handle stands; tells of the past once it is there."""
+
+    def __init__(self):
+        self.there = asyncio.Event()
+        self.rows = []
+        self.asked = []
+
+        class Past:
+            async def remote(_, model, limit):
+                self.asked.append((model, limit))
+                await self.there.wait()
+                if isinstance(self.rows, Exception):
+                    raise self.rows
+                return self.rows
+
+        self.past = Past()
+
+
 @pytest.fixture
 async def device():
     return PlayedDevice()
 
 
 @pytest.fixture
-async def start(device, monkeypatch):
+async def meter():
+    return PlayedMeter()
+
+
+@pytest.fixture
+async def start(device, meter, monkeypatch):
     monkeypatch.setattr(deployment, "RayTelemetry", lambda table: NoTelemetry())
     monkeypatch.setattr(deployment, "_READ_DEVICE_EVERY_S", 0.01)
     started = []
@@ -51,7 +79,7 @@ async def start(device, monkeypatch):
     def make(**args):
         settings = load_settings({"preset": "cpu", "knowledge": {"profile": None}, **args})
         handles = {spec.name: PlayedEngine(spec.name) for spec in settings.engine_specs}
-        started.append(Controller(settings, handles, device, PlayedEngine("energy")))
+        started.append(Controller(settings, handles, device, meter))
         return started[-1]
 
     yield make
@@ -109,6 +137,61 @@ async def test_the_meter_is_told_what_the_profile_measured(start, device, tmp_pa
     await until(lambda: told)
     ((tokens, watts),) = told
     assert tokens.keys() == watts.keys() == {"fp16", "int8", "gptq", "speculative"}
+
+
+def past_row(conversation, mode="int8"):
+    features = b'{"tag":"code","prompt_shape":"short","max_tokens":500,"sequences":1}'
+    decision = json.dumps({"conversation": [conversation, f"{conversation} on"]}).encode()
+    return PastRow(100.0, mode, "ok", features, decision, b'{"usage":{"output_tokens":9,"accepted_tokens":0}}')
+
+
+async def test_a_controller_serves_at_once_and_learns_from_the_ledger_when_the_meter_is_there(
+    start, device, meter, caplog
+):
+    caplog.set_level("INFO", logger="ray.serve")
+    controller = start()
+    router = controller._service.router
+    device.known.set()
+    await until(lambda: controller._knows_hardware and meter.asked)
+    assert meter.asked == [("embedded", 1000)]
+    meter.rows = [past_row("a"), past_row("b")._replace(outcome=b"{"), past_row("c", "awq"), past_row("d", "fp16")]
+    meter.there.set()
+    await until(lambda: "learned again" in caplog.text)
+    (line,) = [record for record in caplog.records if "learned again" in record.getMessage()]
+    assert line.levelname == "WARNING"
+    told = "from 2 earlier requests; passed over: 1 of modes not deployed, 1 damaged rows"
+    assert line.getMessage().endswith(told)
+    assert [router._conversations.weights(name) for name in ("a", "a on", "b", "c", "d")] == [
+        "int8", "int8", None, None, "fp16",
+    ]  # fmt: skip
+    assert router._lengths.predict(Tag.CODE, Shape.SHORT, 500).tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (sqlite3.OperationalError("Traceback\n  a line\nunable to open"), "OperationalError: unable to open"),
+        (TimeoutError(), "TimeoutError"),
+        ([("no", "row")], "AttributeError"),
+        (None, "TimeoutError"),
+    ],
+)
+async def test_a_past_that_cannot_be_had_is_told_in_one_line_and_serving_goes_on(
+    start, device, meter, monkeypatch, caplog, rows, why
+):
+    monkeypatch.setattr(deployment, "_REMEMBER_WITHIN_S", 0.05)
+    meter.rows = rows
+    if rows is not None:
+        meter.there.set()
+    controller = start()
+    device.known.set()
+    await until(lambda: "learned again" in caplog.text)
+    (line,) = [record.getMessage() for record in caplog.records if "learned again" in record.getMessage()]
+    assert why in line
+    assert "\n" not in line
+    await until(lambda: controller._knows_hardware)
+    controller.reconfigure({"policy": "static:int8"})
+    assert controller._service.router.live.policy == "static:int8"
 
 
 async def test_tokens_are_counted_once_the_model_is_prepared(start, tmp_path, monkeypatch, caplog):

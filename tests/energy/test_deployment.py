@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from app.energy.deployment import EnergyMeter, meter_application
 from app.energy.meter_thread import MeterStopped
 from app.energy.queries import BadRange
 from app.energy.request_energy import UNMEASURED
-from app.energy.rows import RequestRecord
+from app.energy.rows import Context, RequestRecord
 from app.energy.settings import EnergySettings
 
 
@@ -78,6 +79,14 @@ async def test_a_range_that_makes_no_sense(tmp_path, since_s, until_s):
     meter.__del__()
 
 
+async def test_the_past_of_a_ledger_that_cannot_be_opened_is_an_error(tmp_path):
+    (tmp_path / "folder").write_text("a file where a folder should be")
+    meter = EnergyMeter(EnergySettings(source="none"), tmp_path / "folder" / "energy.sqlite")
+    with pytest.raises(sqlite3.Error):
+        await meter.past("tiny", 5)
+    meter.__del__()
+
+
 async def test_a_long_question_does_not_hold_the_meter_up(tmp_path, monkeypatch):
     asked, answer = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
@@ -124,15 +133,18 @@ async def test_what_is_said_and_answered_can_be_sent(tmp_path):
     recorder.begin("r1", Labels("fp16", "default", "standard"))
     recorder.stepped([Work("r1", 10, 5)])
     batch = pickle.loads(pickle.dumps(recorder.take()))
-    said = RequestRecord("r1", time.time(), "fp16", "fp16", "default", "standard", "ok")
+    context = Context("c", '{"model": "tiny"}')
+    said = RequestRecord("r1", time.time(), "fp16", "fp16", "default", "standard", "ok", context=context)
     answers = [
         await meter.report(batch),
         await meter.record([pickle.loads(pickle.dumps(said))]),
         await meter.totals(),
         await meter.energy("r1"),
         await meter.request("r1"),
+        await meter.past("tiny", 5),
         await meter.state(),
     ]
+    assert [row.recorded_s for row in answers[-2]] == [said.recorded_s]
     assert pickle.loads(pickle.dumps(answers)) == answers
     with pytest.raises(BadRange) as refused:
         await meter.totals(5, 4)

@@ -8,7 +8,7 @@ import pytest
 from app.energy.accounts import Rows
 from app.energy.ledger import Fenced, Ledger, LedgerCorrupt, open_or_set_aside
 from app.energy.ledger_file import LedgerFile
-from app.energy.queries import TimeRange, newest_named, request_row, request_sums, totals
+from app.energy.queries import TimeRange, newest_named, past_rows, request_row, request_sums, totals
 from app.energy.rows import (
     CalibrationRow,
     Context,
@@ -140,6 +140,37 @@ def test_a_context_goes_with_its_last_request(path):
     assert contexts(ledger) == {"shared"}
     ledger.record([replace(record("r4", context=old), recorded_s=200.0)])
     assert contexts(ledger) == {"shared", "old"}
+
+
+def test_the_last_requests_of_a_model_that_an_engine_got(path):
+    ledger = Ledger(path)
+    ours, changed, other = (
+        Context(name, f'{{"model": "{model}"}}') for name, model in (("a", "tiny"), ("b", "tiny"), ("c", "large"))
+    )
+    ledger.record(
+        [
+            # The clock was set back after the first.
+            record("r1", recorded_s=900.0, context=ours, features={"tag": "code"}, outcome={"usage": None}),
+            record("r2", recorded_s=101.0, context=other),
+            record("r3", recorded_s=102.0, context=changed),
+            replace(record("r4", recorded_s=103.0, context=ours), mode=None),
+            record("r5", recorded_s=104.0, context=Context("d", "no JSON")),
+            record("r6", recorded_s=105.0),
+            record("r7", recorded_s=106.0, context=ours),
+        ]
+    )
+    ledger.connection.execute("UPDATE requests SET decision = CAST(x'ff7b' AS TEXT) WHERE request_id = 'r3'")
+
+    def moments(model, limit):
+        return [row.recorded_s for row in past_rows(ledger.connection, model, limit)]
+
+    assert moments("tiny", 10) == [900.0, 102.0, 106.0]
+    assert moments("tiny", 2) == [102.0, 106.0]
+    assert moments("large", 2) == [101.0]
+    assert moments("small", 2) == []
+    first, damaged, _ = past_rows(ledger.connection, "tiny", 10)
+    assert first == (900.0, "fp16", "ok", b'{"tag":"code"}', b"{}", b'{"usage":null}')
+    assert damaged.decision == b"\xff{"
 
 
 def test_an_older_file_gets_the_index_that_this_needs(path):
