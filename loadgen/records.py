@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -65,7 +65,7 @@ class RequestRecord:
     finish_reason: str | None = None
     extras: dict[str, Any] | None = None  # the server's own object, where it was asked for
     text: str = ""
-    energy_j: float | None = None  # above idle; asked for after the run, when lines are long written
+    energy_j: float | None = None  # above idle; asked for after the run, so lines get it by `rewrite_records` only
 
     @property
     def between_tokens_ms(self) -> float | None:
@@ -80,13 +80,13 @@ class RequestRecord:
         return [later - earlier for earlier, later in pairwise(self.frame_ms)]
 
     def to_json(self) -> str:
-        """One line of JSON without the text and the joules; times to the microsecond."""
+        """One line of JSON without the text; times to the microsecond."""
         row: dict[str, Any] = {name: getattr(self, name) for name in _WRITTEN}
         row["frame_ms"] = [round(value, 3) for value in self.frame_ms]
         return json.dumps(row, separators=(",", ":"))
 
 
-_WRITTEN = tuple(item.name for item in fields(RequestRecord) if item.name not in ("text", "energy_j"))
+_WRITTEN = tuple(item.name for item in fields(RequestRecord) if item.name != "text")
 
 
 class OutputUnwritable(Exception):
@@ -157,6 +157,17 @@ class RecordWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lines.__exit__(kind, error, trace)
+
+
+def rewrite_records(path: Path, records: Iterable[RequestRecord]) -> None:
+    """Writes a file of records anew, whole or not at all. Raises OutputUnwritable."""
+    with RecordWriter(path.parent, f"{path.name}.part") as writer:
+        for record in records:
+            writer.write(record)
+    try:
+        writer.path.replace(path)
+    except OSError as error:
+        raise OutputUnwritable(f"cannot write results to {path}: {error.strerror or error}") from error
 
 
 class ReadRecords(NamedTuple):

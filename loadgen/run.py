@@ -1,9 +1,10 @@
 """`run`: a workload under an arrival process."""
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
 from loadgen.kv_use import pressure_words, watched_kv_use
 from loadgen.options import ApiKey, finite
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
-from loadgen.records import OutputUnwritable, RecordWriter, RequestRecord
+from loadgen.records import OutputUnwritable, RecordWriter, RequestRecord, rewrite_records
 from loadgen.runner import Arrival, ClosedLoop, LoadRun, Manner, Progress
 from loadgen.server_facts import NothingServed, engines, first_model, tokenizer_folder
 from loadgen.servers import write_json
@@ -31,6 +32,8 @@ from loadgen.workloads import Item, Mixture, trace_items
 _WARMUP_CONCURRENCY = 4
 # Warm-up prompts must not be those that are measured later.
 _WARMUP_FIRST = 10**6
+_LAST_LOOKS_S = 5.0
+"""For the energy of a run that was interrupted: whoever stopped it waits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Plan:
 class Found:
     """Results so far, kept outside of the coroutine, so that an interruption loses nothing."""
 
+    warmup: Progress = dataclasses.field(default_factory=Progress)
     progress: Progress = dataclasses.field(default_factory=Progress)
     model: str | None = None
     caches_reset: bool | None = None
@@ -94,6 +98,7 @@ async def _load(plan: Plan, manner: Manner, found: Found, console: Console) -> N
         warm_items = plan.mixture.items(maker, plan.warmup, manner.seed, _WARMUP_FIRST)
         warm = LoadRun(client, warm_items, manner, writer, warmup=True)
         run = LoadRun(client, items, manner, writer, warmup=False)
+        found.warmup = warm.progress
         if warm_items:
             with console.status(f"{len(warm_items)} warm-up requests"):
                 await warm.go(ClosedLoop(_WARMUP_CONCURRENCY))
@@ -104,13 +109,24 @@ async def _load(plan: Plan, manner: Manner, found: Found, console: Console) -> N
             async with AsyncExitStack() as watching:
                 if plan.wants_pressure:
                     found.kv_use = await watching.enter_async_context(watched_kv_use(client))
-                await run.go(arrival)
-        found.balloon_held = None if found.balloon is None else found.balloon.holds
-        found.engines = await engines(client)
-        # Only this application keeps a record of each request, and only it lists engines.
-        found.energy = EnergySource(offered=found.engines is not None)
-        with console.status("the meter settles"):
-            await found.energy.note_all(client, run.progress.records)
+                try:
+                    await run.go(arrival)
+                except asyncio.CancelledError:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_LAST_LOOKS_S):
+                            await _look_up(client, found, console)
+                    raise
+        await _look_up(client, found, console)
+
+
+async def _look_up(client: OpenAIClient, found: Found, console: Console) -> None:
+    """What the server knows once requests are over: its engines, and the joules of each request."""
+    found.balloon_held = None if found.balloon is None else found.balloon.holds
+    found.engines = await engines(client)
+    # Only this application keeps a record of each request, and only it lists engines.
+    found.energy = EnergySource(offered=found.engines is not None)
+    with console.status("the meter settles"):
+        await found.energy.note_all(client, found.progress.records)
 
 
 def _advance(bar: Bar, planned: int) -> Callable[[RequestRecord], None]:
@@ -181,6 +197,8 @@ def _report(plan: Plan, manner: Manner, slo: Slo, found: Found, interrupted: boo
         else {"held_bytes": found.balloon.held_bytes, "held_to_the_end": found.balloon_held},
         "engines": found.engines,
     }
+    if any(record.energy_j is not None for record in progress.records):
+        rewrite_records(plan.out / "requests.jsonl", [*found.warmup.records, *progress.records])
     write_json(plan.out / "summary.json", summary)
     console.print(f"{plan.out / 'requests.jsonl'} and {plan.out / 'summary.json'} hold the figures.", markup=False)
     return total

@@ -78,10 +78,8 @@ def _sample(group: str, records: list[RequestRecord]) -> Sample:
 
 
 def _served(record: RequestRecord) -> Served:
-    energy = (record.extras or {}).get("energy")
-    joules = energy.get("energy_j", energy.get("joules")) if isinstance(energy, Mapping) else None
     ended_s = record.sent_s + record.total_ms / 1000
-    return Served(record.sent_s, ended_s, record.mode or "unknown", None if joules is None else float(joules))
+    return Served(record.sent_s, ended_s, record.mode or "unknown", record.energy_j)
 
 
 def _read_confusion(content: Any, path: Path, source: str, material: Material) -> None:

@@ -1,6 +1,7 @@
 import json
 import random
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from loadgen.__main__ import make_app
-from loadgen.records import Outcome, RecordWriter, RequestRecord
+from loadgen.interruption import EXIT_INTERRUPTED
+from loadgen.records import Outcome, RecordWriter, RequestRecord, read_records
+from tests.loadgen.conftest import finished, lines_in, serve
+from tests.loadgen.fake_modes import FakeApplication, four_engines
+from tests.loadgen.test_run import run as load
 
 MODES = ("fp16", "int8", "gptq")
 POLICIES = (*(f"static:{mode}" for mode in MODES), "cost", "rules")
@@ -63,7 +68,7 @@ def run(folder: Path, joules: float | None = 3.0) -> None:
                     ttft_ms=rng.lognormvariate(4, 0.5),
                     mode=rng.choice(MODES),
                     outcome=Outcome.OK if index % 20 else Outcome.STALLED,
-                    extras=None if joules is None else {"energy": {"energy_j": joules}},
+                    energy_j=joules,
                 )
             )
     write(folder / "summary.json", {"command": "run"})
@@ -237,6 +242,33 @@ def test_unknown_joules_are_no_power(tmp_path: Path) -> None:
     run(tmp_path / "results", joules=None)
     report(tmp_path / "results", "--out", tmp_path / "out")
     assert "so power is unknown" in page_in(tmp_path / "out")
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_a_real_run_shows_the_power_of_its_requests(
+    model_folder: Path, tmp_path: Path, interrupted: bool
+) -> None:
+    """Joules come after the run, when its lines are written: they are in its results all the same."""
+    server = await serve(FakeApplication(four_engines(), energy=True).app())
+    out = tmp_path / "results" / "run"
+    more = ("--tokenizer", str(model_folder), "--workload", "ss", "--requests", "200" if interrupted else "4")
+    with load(str(server.make_url("")), out, *more, "--warmup", "1") as process:
+        if interrupted:
+            await lines_in(out / "requests.jsonl", 6)
+            process.send_signal(signal.SIGINT)
+        words = await finished(process)
+    await server.close()
+    assert process.returncode == (EXIT_INTERRUPTED if interrupted else 0), words
+    read = read_records(out / "requests.jsonl")
+    answered = [record for record in read.records if record.outcome is Outcome.OK and not record.warmup]
+    summary = json.loads((out / "summary.json").read_text())["groups"]["all"]
+    assert len(answered) == summary["energy_requests"] == summary["outcomes"]["ok"]
+    joules = sum(record.energy_j or 0.0 for record in answered)
+    assert joules / sum(record.output_tokens or 0 for record in answered) == summary["j_per_output_token"]
+    assert [record.index for record in read.records if record.warmup] == [0], "the warm-up's lines stay"
+    code, said = report(tmp_path / "results", "--out", tmp_path / "out")
+    assert code == 0, said
+    assert f"{len(answered)} of {len(answered)} requests have theirs" in page_in(tmp_path / "out")
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
