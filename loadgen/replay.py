@@ -15,6 +15,7 @@ from rich.table import Table
 from loadgen import replay_ledger
 from loadgen.best_mode import Score
 from loadgen.console import results_console
+from loadgen.paper.cost import ABOUT_COST, cost_choices
 from loadgen.paper.figures import (
     Compared,
     against_graphs,
@@ -75,8 +76,10 @@ def _or_unknown(value: float | None) -> str:
 
 
 def policy_choices(tables: PaperTables) -> dict[str, dict[str, str]]:
-    """Choices by family of every policy that is scored on the table."""
-    return rule_choices(tables) | {
+    """Choices by family of every policy that is scored on the table. Raises TablesDamaged as `cost_choices`."""
+    return {
+        **cost_choices(tables),
+        **rule_choices(tables),
         "what the 2.10x run executed": {family: row.mode for family, row in tables.online.items()},
         "the oracle of that run": {family: row.mode for family, row in tables.oracle.items()},
         "oracle of this table": table_oracle(tables),
@@ -99,6 +102,7 @@ def register(app: typer.Typer) -> None:
         console = results_console()
         try:
             tables = load_tables(tables_folder)
+            choices = policy_choices(tables)
         except TablesDamaged as error:
             console.print(f"replay: {error}", style="red", markup=False)
             raise typer.Exit(2) from error
@@ -112,10 +116,11 @@ def register(app: typer.Typer) -> None:
             "The authors' policies on 605 requests, without their overhead": policies_605(tables, with_overhead=False),
             "One mode for all synthetic families": static_modes(tables, tables.synthetic),
             "One mode for all families": static_modes(tables, tables.families),
-            "Choices by family": {name: score_choices(tables, made) for name, made in policy_choices(tables).items()},
+            "Choices by family": {name: score_choices(tables, made) for name, made in choices.items()},
         }
         for heading, scores in groups.items():
             console.print(_scores_table(heading, scores))
+        console.print(ABOUT_COST, markup=False)
         if out is not None:
             _write(out, rows, graphs, groups, console)
 
@@ -135,6 +140,7 @@ def _write(
             heading: {name: dataclasses.asdict(item) for name, item in scores.items()}
             for heading, scores in groups.items()
         },
+        "about cost": ABOUT_COST,
     }
     try:
         write_json(out, result)

@@ -23,12 +23,10 @@ from loadgen.learners import (
     fit,
     static_choices,
 )
-from loadgen.paper.tables import TablesDamaged, load_tables
+from loadgen.paper.tables import PAPER_HARDWARE, PAPER_MODEL, TablesDamaged, load_tables
 from loadgen.records import OutputUnwritable, require_writable
 from loadgen.servers import write_json
 from loadgen.training_data import (
-    PAPER_HARDWARE,
-    PAPER_MODEL,
     Dataset,
     TrainingDataUnusable,
     paper_dataset,

@@ -25,8 +25,6 @@ from loadgen.best_mode import Constraint, Constraints, Measured, best_mode
 from loadgen.paper.rules import PAPER_NAMES
 from loadgen.paper.tables import PaperTables
 
-PAPER_MODEL, PAPER_HARDWARE = "meta-llama/Llama-3.1-8B-Instruct", "NVIDIA A100-SXM4-40GB"
-
 LIVE_FEATURES = ("batch_size", "seen_tokens", "kv_use")
 """Signals of the running server, which the paper's routers do not see (its batch is fixed by the workload)."""
 
@@ -187,7 +185,7 @@ def paper_dataset(tables: PaperTables) -> Dataset:
             paper_features(
                 family.prompt_tokens,
                 family.expected_output_tokens,
-                Tag.MULTIPLE_CHOICE if family.multiple_choice else Tag.MATHEMATICS if family.mathematics else Tag.NONE,
+                family.tag,
                 shared_prefix=family.shared_prefix,
                 memory_pressure=family.memory_pressure,
             ),

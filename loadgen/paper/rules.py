@@ -3,7 +3,6 @@
 from app.routing.classes import output_shape, prefill_score, prompt_shape
 from app.routing.features import RequestFeatures
 from app.routing.policies.rules import RULES, RULES_PUBLISHED, Rule
-from app.routing.tags import Tag
 from loadgen.paper.tables import FP16, Family, PaperTables
 
 PAPER_NAMES = {
@@ -32,7 +31,7 @@ def _first(rules: tuple[Rule, ...], family: Family) -> str:
         expected_output_tokens=output,
         shared_prefix=family.shared_prefix,
         memory_pressure=family.memory_pressure,
-        tag=Tag.MULTIPLE_CHOICE if family.multiple_choice else Tag.MATHEMATICS if family.mathematics else Tag.NONE,
+        tag=family.tag,
         prompt_shape=prompt_shape(prompt),
         output_shape=output_shape(output),
         prefill_score=prefill_score(prompt, output, family.memory_pressure),

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
+from app.routing.tags import Tag
 from loadgen.best_mode import Measured
 
+PAPER_MODEL, PAPER_HARDWARE = "meta-llama/Llama-3.1-8B-Instruct", "NVIDIA A100-SXM4-40GB"
 FP16 = "fp16_baseline"
 DENSE_RUN = "0508"
 """The run with every mode on every family, once, in one go."""
@@ -53,6 +55,10 @@ class Family:
     multiple_choice: bool
     mathematics: bool
     choices: Mapping[str, str]
+
+    @property
+    def tag(self) -> Tag:
+        return Tag.MULTIPLE_CHOICE if self.multiple_choice else Tag.MATHEMATICS if self.mathematics else Tag.NONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,14 @@ def test_the_command(copied: Path, tmp_path: Path) -> None:
         "published": "2.10",
         "verdict": "equal",
     }
+    by_family = found["scores"]["Choices by family"]
+    assert (by_family["cost"]["unsafe"], by_family["cost"]["requests"]) == (0, 11)
+    assert by_family["rules"]["speedup"] < by_family["cost"]["speedup"] < by_family["oracle of this table"]["speedup"]
+    assert "profile made of this table's own rows" in " ".join(result.output.split())
+    rows = (copied / "fixed_modes.csv").read_text()
+    (copied / "fixed_modes.csv").write_text(rows.replace("0508,gptq_4bit,short_prompt_short", "0506,gptq_4bit,other"))
+    result = runner.invoke(make_app(), ["replay", "paper", "--tables", str(copied)])
+    assert (result.exit_code, "gptq" in result.output) == (2, True), result.output
     (copied / "fixed_modes.csv").unlink()
     result = runner.invoke(make_app(), ["replay", "paper", "--tables", str(copied)])
     assert (result.exit_code, "fixed_modes.csv" in result.output.replace("\n", "")) == (2, True)
