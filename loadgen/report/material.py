@@ -22,6 +22,16 @@ class Estimate(NamedTuple):
             raise ValueError("an estimate that is no number")
         return cls(value, low, high, int(interval["pairs"]))
 
+    @classmethod
+    def percent(cls, percent: float, n: int) -> Self:
+        """A share of n questions with Wilson's 95 % interval, all in percent. Raises ValueError for what is none."""
+        if not (0 <= percent <= 100 and n > 0):
+            raise ValueError(f"{percent} % of {n} questions is no share")
+        z, share = 1.96, percent / 100
+        middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+        half_width = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+        return cls(percent, 100 * (middle - half_width), 100 * (middle + half_width), n)
+
     @property
     def inverse(self) -> "Estimate":
         """Of a ratio the other way round: latencies become a speed-up."""
@@ -123,6 +133,9 @@ class Comparison:
     setting: str
     reference: str
     rows: Sequence[PolicyRow]
+
+
+ACCURACY = "accuracy (%)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """The paper's own measurements as material: an example of every section that its tables allow."""
 
-import math
 from collections import Counter
 
 from loadgen.paper.figures import policies_605
 from loadgen.paper.rules import PAPER_NAMES
 from loadgen.paper.tables import FP16, PaperTables
 from loadgen.report.material import (
+    ACCURACY,
     Accuracy,
     Comparison,
     Controlled,
@@ -95,16 +95,8 @@ def _comparison(tables: PaperTables) -> Comparison:
 
 def _accuracies(tables: PaperTables) -> list[Accuracy]:
     return [
-        Accuracy(_mode(mode), _family(family), "accuracy (%)", _share(measured.accuracy_pct, _QUESTIONS))
+        Accuracy(_mode(mode), _family(family), ACCURACY, Estimate.percent(measured.accuracy_pct, _QUESTIONS))
         for family, by_mode in tables.dense().items()
         for mode, measured in by_mode.items()
         if measured.accuracy_pct is not None
     ]
-
-
-def _share(percent: float, n: int) -> Estimate:
-    """A share of n questions with Wilson's 95 % interval, all in percent."""
-    z, share = 1.96, percent / 100
-    middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    half_width = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    return Estimate(percent, 100 * (middle - half_width), 100 * (middle + half_width), n)

@@ -8,6 +8,7 @@ from typing import Any
 from loadgen.records import Outcome, RequestRecord, read_records
 from loadgen.report.compared import read_comparison
 from loadgen.report.material import (
+    ACCURACY,
     Accuracy,
     Comparison,
     Confusion,
@@ -56,9 +57,15 @@ def _read_sweep(content: Any, path: Path, source: str, material: Material) -> No
         material.screenings.append(Screening(source, str(content["reference"]), effects))
 
 
-def _read_run(content: Any, path: Path, source: str, material: Material) -> None:
-    if content.get("command") != "run":
-        return
+def _read_summary(content: Any, path: Path, source: str, material: Material) -> None:
+    """Several commands write a file of this name."""
+    if content.get("command") == "run":
+        _read_run(path, source, material)
+    elif content.get("command") == "quality":
+        _read_accuracy(content, source, material)
+
+
+def _read_run(path: Path, source: str, material: Material) -> None:
     read = read_records(path.with_name("requests.jsonl"))
     if read.damaged_lines:
         material.unreadable.append(f"{source}: {read.damaged_lines} damaged lines of requests.jsonl are left out")
@@ -114,6 +121,21 @@ def _read_training(content: Any, path: Path, source: str, material: Material) ->
             material.confusions.append(Confusion(source, str(name), labels, matrix))
 
 
+def _read_accuracy(content: Any, source: str, material: Material) -> None:
+    """Right answers of each mode, the reference among them, to the questions of each suite."""
+    found = [
+        Accuracy(
+            str(item["mode"]),
+            str(item["suite"]),
+            ACCURACY,
+            Estimate.percent(float(item["right_pct"]), int(item["questions"])),
+        )
+        for item in content["accuracy_pct"]
+    ]
+    if found:
+        material.accuracies.append((source, found))
+
+
 def _read_quality(content: Any, path: Path, source: str, material: Material) -> None:
     found = [
         Accuracy(
@@ -138,7 +160,7 @@ def _evidence(content: Any) -> Iterator[Mapping[str, Any]]:
 
 _READERS: dict[str, Callable[[Any, Path, str, Material], None]] = {
     "sweep.json": _read_sweep,
-    "summary.json": _read_run,
+    "summary.json": _read_summary,
     "compare.json": read_comparison,
     "confusion.json": _read_confusion,
     "train.json": _read_training,

@@ -10,6 +10,9 @@ from typer.testing import CliRunner
 
 from loadgen.__main__ import make_app
 from loadgen.interruption import EXIT_INTERRUPTED
+from loadgen.quality_gate import Limits
+from loadgen.quality_report import Measured, all_evidence, summary
+from loadgen.questioning import Answered
 from loadgen.records import Outcome, RecordWriter, RequestRecord, read_records
 from tests.loadgen.conftest import finished, lines_in, serve
 from tests.loadgen.fake_modes import FakeApplication, four_engines
@@ -198,6 +201,32 @@ def test_damaged_results_are_named_and_the_rest_drawn(results: Path, tmp_path: P
     assert "figure1_screening_1" in {path.stem for path in (tmp_path / "out").glob("*.png")}
 
 
+def test_right_answers_are_shown_by_mode_and_benchmark(tmp_path: Path) -> None:
+    """Table 2, from what `quality` writes: percentages of each mode, the reference among them."""
+
+    def answer(suite: str, mode: str, index: int, right: bool) -> Answered:
+        ok = Outcome.OK if (mode, index) != ("int8", 0) else Outcome.STALLED
+        return Answered(str(index), suite, "en", mode, "number", (suite,), outcome=ok, right=right)
+
+    right = {"fp16": {"gsm8k": 9, "mmlu": 20}, "int8": {"gsm8k": 5, "mmlu": 18}}
+    answers = [
+        [answer(suite, mode, index, 20 - right[mode][suite] <= index) for mode in right]
+        for suite in ("gsm8k", "mmlu")
+        for index in range(20)
+    ]
+    measured, limits = Measured(answers=answers), Limits()
+    found = summary(measured, limits, all_evidence(measured, limits))
+    write(tmp_path / "results" / "summary.json", {"command": "quality"} | found)
+    code, words = report(tmp_path / "results", "--out", tmp_path / "out")
+    assert code == 0, words
+    page = page_in(tmp_path / "out")
+    assert "<th>gsm8k, accuracy (%)</th><th>mmlu, accuracy (%)</th>" in page
+    assert "<td>fp16</td><td>45.00 [25.82, 65.79], n=20</td><td>100.00 [83.89, 100.00], n=20</td>" in page
+    assert "<td>int8</td><td>26.32 [11.81, 48.79], n=19</td>" in page, "what failed was no question"
+    write(tmp_path / "results" / "summary.json", {"command": "quality", "accuracy_pct": [{"suite": "gsm8k"}]})
+    assert report(tmp_path / "results", "--out", tmp_path / "out")[0] == 2
+
+
 def test_names_from_files_stay_text(tmp_path: Path) -> None:
     sweep(tmp_path / "results", ("fp16", "<script>alert(1)</script>", "$x^{", "_hidden"))
     code, words = report(tmp_path / "results", "--out", tmp_path / "out")
@@ -261,10 +290,10 @@ async def test_a_real_run_shows_the_power_of_its_requests(
     assert process.returncode == (EXIT_INTERRUPTED if interrupted else 0), words
     read = read_records(out / "requests.jsonl")
     answered = [record for record in read.records if record.outcome is Outcome.OK and not record.warmup]
-    summary = json.loads((out / "summary.json").read_text())["groups"]["all"]
-    assert len(answered) == summary["energy_requests"] == summary["outcomes"]["ok"]
+    total = json.loads((out / "summary.json").read_text())["groups"]["all"]
+    assert len(answered) == total["energy_requests"] == total["outcomes"]["ok"]
     joules = sum(record.energy_j or 0.0 for record in answered)
-    assert joules / sum(record.output_tokens or 0 for record in answered) == summary["j_per_output_token"]
+    assert joules / sum(record.output_tokens or 0 for record in answered) == total["j_per_output_token"]
     assert [record.index for record in read.records if record.warmup] == [0], "the warm-up's lines stay"
     code, said = report(tmp_path / "results", "--out", tmp_path / "out")
     assert code == 0, said
