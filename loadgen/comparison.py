@@ -263,11 +263,7 @@ def _throughput_ratio(left: Sequence[Row], right: Sequence[Row]) -> Interval | N
 
 
 def _json(interval: Interval | None) -> dict[str, Any] | None:
-    """JSON has no infinity: the interval of a single pair has no ends."""
-    if interval is None:
-        return None
-    found = interval._asdict()
-    return {key: value if math.isfinite(value) else None for key, value in found.items()}
+    return None if interval is None else interval.as_json()
 
 
 def sentences(summary: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from app.controller.trained_model import FORMAT_VERSION, INPUT, OUTPUT, Kind, safe_costs
 from app.routing.policies.learned import FEATURE_NAMES
 from loadgen.best_mode import Constraints
+from loadgen.statistics import Interval, grouped_bootstrap
 from loadgen.training_data import Dataset, twins
 
 Floats = NDArray[np.float32]
@@ -136,6 +137,8 @@ class Held:
 
     latency_capture: mean of oracle latency / chosen latency, above 1 where constraints were broken to be faster.
     confusion: requests by (oracle's mode, chosen mode). twin_share: of test rows with a twin in training.
+    speedup_interval: of `speedup`. energy_ratio: mean of chosen J / the reference's, over the requests whose modes all
+    have joules, so that it is of the same requests for every policy; None without any. Both resample prompt groups.
     """
 
     learner: str
@@ -146,6 +149,8 @@ class Held:
     unsafe: float
     twin_share: float
     confusion: Mapping[tuple[str, str], float]
+    speedup_interval: Interval
+    energy_ratio: Interval | None
 
 
 def cross_validate(learner: str, data: Dataset, constraints: Constraints, *, live: bool = True, folds: int = 5) -> Held:
@@ -181,15 +186,35 @@ def judge(
     """Scores one choice per example."""
     labels, total = data.labels(constraints), float(data.weights().sum())
     confusion: dict[tuple[str, str], float] = {}
-    match = capture = speedup = unsafe = 0.0
+    match = capture = unsafe = 0.0
     for example, best, choice in zip(data.examples, labels, choices, strict=True):
         share, reference = example.weight / total, example.modes[data.reference]
         confusion[best, choice] = confusion.get((best, choice), 0.0) + example.weight
         match += share * (best == choice)
         capture += share * example.modes[best].latency_ms / example.modes[choice].latency_ms
-        speedup += share * reference.latency_ms / example.modes[choice].latency_ms
         unsafe += share * (choice != data.reference and bool(constraints.broken_by(example.modes[choice], reference)))
-    return Held(learner, total, match, capture, speedup, unsafe, twin_share, confusion)
+    speedups = grouped_bootstrap(
+        [
+            example.modes[data.reference].latency_ms / example.modes[choice].latency_ms
+            for example, choice in zip(data.examples, choices, strict=True)
+        ],
+        [example.weight for example in data.examples],
+        data.groups,
+    )
+    energies = _energy_ratio(data, choices)
+    return Held(learner, total, match, capture, speedups.estimate, unsafe, twin_share, confusion, speedups, energies)
+
+
+def _energy_ratio(data: Dataset, choices: Sequence[str]) -> Interval | None:
+    ratios, weights, groups = [], [], []
+    for example, choice in zip(data.examples, choices, strict=True):
+        joules = {mode: measured.energy_j_per_token for mode, measured in example.modes.items()}
+        chosen, reference = joules[choice], joules[data.reference]
+        if None not in joules.values() and chosen is not None and reference:
+            ratios.append(chosen / reference)
+            weights.append(example.weight)
+            groups.append(example.group)
+    return grouped_bootstrap(ratios, weights, groups) if ratios else None
 
 
 def static_choices(data: Dataset, constraints: Constraints) -> dict[str, Held]:

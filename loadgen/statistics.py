@@ -1,6 +1,7 @@
 """Percentiles, sums of what may be unknown, and bootstrap intervals of paired comparisons."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,10 @@ class Interval(NamedTuple):
         """With figures in this form. One pair has no spread to tell."""
         bounds = f"[{self.low:{form}}, {self.high:{form}}]" if self.pairs > 1 else "[one pair]"
         return f"{self.estimate:{form}} {bounds}"
+
+    def as_json(self) -> dict[str, float | int | None]:
+        """JSON has no infinity: the interval of a single pair has no ends."""
+        return {key: value if math.isfinite(value) else None for key, value in self._asdict().items()}
 
 
 class Summary(NamedTuple):
@@ -107,3 +112,33 @@ def paired_bootstrap(
     values = statistic(a[draws], b[draws])
     low, high = np.percentile(values, (50 * (1 - confidence), 50 * (1 + confidence)))
     return Interval(estimate, float(low), float(high), len(a))
+
+
+def grouped_bootstrap(
+    values: Sequence[float],
+    weights: Sequence[float],
+    groups: Sequence[Hashable],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Percentile interval of the weighted mean, resampling whole groups, which are its `pairs`.
+
+    values, weights, groups: shape (values,). One group has no spread, so its interval is infinite, as for one pair.
+    Raises ValueError when there are none, or the lengths differ.
+    """
+    if not len(values) == len(weights) == len(groups) or not len(values):
+        raise ValueError(f"{len(values)} values with {len(weights)} weights in {len(groups)} groups")
+    places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    sums, totals = np.zeros(len(places)), np.zeros(len(places))
+    for value, weight, group in zip(values, weights, groups, strict=True):
+        sums[places[group]] += weight * value
+        totals[places[group]] += weight
+    estimate = float(sums.sum() / totals.sum())
+    if len(places) == 1:
+        return Interval(estimate, float("-inf"), float("inf"), 1)
+    draws = np.random.default_rng(seed).integers(0, len(places), size=(resamples, len(places)))
+    means = sums[draws].sum(axis=1) / totals[draws].sum(axis=1)
+    low, high = np.percentile(means, (50 * (1 - confidence), 50 * (1 + confidence)))
+    return Interval(estimate, float(low), float(high), len(places))

@@ -35,17 +35,18 @@ from loadgen.training_data import (
 
 
 def held_table(heading: str, found: Mapping[str, Held]) -> Table:
-    """Policies by name; ratios are means over requests."""
+    """Policies by name; ratios are means over requests, with 95 % intervals over prompt groups."""
     table = Table(title=heading)
     table.add_column("")
-    for name in ("as the oracle", "of its latency", "speed-up", "unsafe", "twins in training"):
+    for name in ("as the oracle", "of its latency", "speed-up", "energy ratio", "unsafe", "twins in training"):
         table.add_column(name, justify="right")
     for name, item in found.items():
         table.add_row(
             name,
             f"{100 * item.match:.0f} %",
             f"{100 * item.latency_capture:.1f} %",
-            f"{item.speedup:.3f}",
+            item.speedup_interval.words(),
+            "unknown" if item.energy_ratio is None else item.energy_ratio.words(),
             f"{100 * item.unsafe:.1f} %",
             f"{100 * item.twin_share:.0f} %",
         )
@@ -88,14 +89,16 @@ def judge_all(data: Dataset, learners: Sequence[str], found: dict[str, Held], co
 
 
 def _as_json(found: Mapping[str, Held]) -> dict[str, Any]:
-    """Confusion as a list: JSON has no pairs for keys."""
+    """Confusion as a list, since JSON has no pairs for keys; intervals with their names."""
     return {
         name: dataclasses.asdict(item)
         | {
+            "speedup_interval": item.speedup_interval.as_json(),
+            "energy_ratio": None if item.energy_ratio is None else item.energy_ratio.as_json(),
             "confusion": [
                 {"oracle": best, "chosen": choice, "requests": count}
                 for (best, choice), count in sorted(item.confusion.items())
-            ]
+            ],
         }
         for name, item in found.items()
     }

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from loadgen.best_mode import Constraints, Score
 from loadgen.compared_choices import choices_of, class_table, memory_by_mode, score_of_choices
-from loadgen.comparison import STATIC, Row, common_latencies, hindsight, ratio
+from loadgen.comparison import ORACLE, STATIC, Place, Row, common_latencies, hindsight, ratio
 from loadgen.report.material import (
     Comparison,
     Controlled,
@@ -59,6 +60,7 @@ def _policies(
     scores = _scores(rows, rate, reference, memory_mb)
     statics = [policy for policy in latencies if policy.startswith(STATIC)]
     bound = fmean(hindsight(latencies, statics).values()) if statics and latencies[statics[0]] else None
+    oracle = [] if bound is None else _oracle(rows, latencies, statics)
     found = []
     for policy in policies:
         of_policy = [row for row in rows if row.policy == policy]
@@ -76,7 +78,28 @@ def _policies(
                 errors=sum(not row.ok for row in of_policy),
             )
         )
+    if oracle and reference in latencies:
+        fastest = {Place(row.round, row.index, row.name): row.latency_ms for row in oracle}
+        found.append(
+            PolicyRow(
+                ORACLE,
+                len(oracle),
+                _speedup(ratio(fastest, latencies[reference])),
+                _energy([*rows, *oracle], ORACLE, reference, None),
+                oracle_share=1.0,
+            )
+        )
     return found
+
+
+def _oracle(rows: Sequence[Row], latencies: Mapping[str, Mapping[Place, float]], statics: Sequence[str]) -> list[Row]:
+    """Of each request that all answered, the row of the static mode that was fastest, known afterwards only."""
+    fastest = {place: min(statics, key=lambda of: latencies[of][place]) for place in latencies[statics[0]]}
+    return [
+        replace(row, policy=ORACLE)
+        for row in rows
+        if row.ok and fastest.get(Place(row.round, row.index, row.name)) == row.policy
+    ]
 
 
 def _scores(rows: Sequence[Row], rate: str, reference: str, memory_mb: Mapping[str, float]) -> dict[str, Score]:

@@ -133,6 +133,8 @@ class Comparison:
     setting: str
     reference: str
     rows: Sequence[PolicyRow]
+    resampled: str = "paired requests"
+    """What the intervals resample."""
 
 
 ACCURACY = "accuracy (%)"

@@ -67,8 +67,8 @@ def _controlled(tables: PaperTables) -> Controlled:
     families = [
         Family(
             _family(family),
-            Estimate(row.speedup),
-            Estimate(row.energy_ratio),
+            Estimate(row.speedup, n=1),
+            Estimate(row.energy_ratio, n=1),
             Counter({_mode(row.mode): 1}),
         )
         for family, row in tables.online.items()

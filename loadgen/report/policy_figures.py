@@ -23,7 +23,7 @@ def by_family(found: Controlled, name: str) -> Picture:
     speedups, energies = ([getattr(of, which) for of in found.families] for which in ("speedup", "energy_ratio"))
     _bars(panels[0], names, speedups, f"speed-up against {found.reference} (times)")
     _bars(panels[1], names, energies, f"energy ratio to {found.reference}")
-    words = f"{found.policy}, {found.setting}, from {found.source}. {_rests_on(speedups)}"
+    words = f"{found.policy}, {found.setting}, from {found.source}. {_rests_on([*speedups, *energies])}"
     return finish(figure, name, f"The policy '{found.policy}' by kind of request, {found.setting}", words)
 
 
@@ -48,12 +48,16 @@ def _bars(panel: Axes, names: Sequence[str], values: Values, label: str) -> None
     grid(panel, "x")
 
 
-def _rests_on(values: Values) -> str:
-    counts = [value.n for value in values if value is not None and value.n is not None]
-    if not counts:
+def _rests_on(values: Values, resampled: str = "paired requests") -> str:
+    """What the figures' intervals are of; where there are none, whether there could be some."""
+    known = [value for value in values if value is not None]
+    counts = [value.n for value in known if value.n is not None and value.low is not None]
+    if counts:
+        span = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+        return f"Bars: 95 % bootstrap intervals over n = {span} {resampled} each."
+    if known and all(value.n == 1 for value in known):
         return "One measurement each: no interval can be given."
-    span = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
-    return f"Bars: 95 % bootstrap intervals over n = {span} paired requests each."
+    return "Without intervals: the results have none."
 
 
 def routing(found: Controlled, name: str) -> Picture:
@@ -119,7 +123,8 @@ def comparison(found: Comparison, name: str) -> Picture:
     for panel in axes[len(shown) :]:
         panel.remove()
     count = found.rows[0].requests if found.rows else 0
-    rests_on = _rests_on([row.speedup for row in found.rows])
+    ratios = [value for row in found.rows for value in (row.speedup, row.energy_ratio)]
+    rests_on = _rests_on(ratios, found.resampled)
     words = f"{found.setting}, from {found.source}, {count} requests to each policy. {rests_on}"
     if left_out:
         words += f" Not measured: {'; '.join(left_out)}."
@@ -130,13 +135,16 @@ def _logarithmic(panel: Axes, values: Values) -> None:
     known = [value.value for value in values if value is not None and value.value > 0]
     if not known:
         return
-    logarithmic(panel, min(known) / 3, max(known) * 8)
+    left = min(known) / 3
+    logarithmic(panel, left, max(known) * 8)
     for line in list(panel.lines):
         line.remove()
     for text in list(panel.texts):
         place = round(text.get_position()[1])
         value = values[place]
-        if value is not None:
+        if value is None:
+            text.set_x(1.1 * left)
+        else:
             text.set_position((value.value * 1.15, place))
             text.set_text(f"{value.value:.2g}")
 

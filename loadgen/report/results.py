@@ -98,20 +98,27 @@ def _read_confusion(content: Any, path: Path, source: str, material: Material) -
 
 
 def _read_training(content: Any, path: Path, source: str, material: Material) -> None:
-    """What `train` judged on held-out requests: a comparison of all, and the confusion of those that were trained."""
+    """What `train` judged on held-out requests: a comparison of all, and the confusion of those that were trained.
+
+    A learner's decision takes as long whether live signals are told or 0, so both rows have the exported model's time.
+    """
     held = content["held"]
+    overheads_ms = {str(name): float(of["p50_us"]) / 1000 for name, of in content.get("exported", {}).items()}
     rows = [
         PolicyRow(
             str(name),
             round(item["requests"]),
-            Estimate(float(item["speedup"])),
+            Estimate.read(item["speedup_interval"]) if "speedup_interval" in item else Estimate(float(item["speedup"])),
+            Estimate.read(item["energy_ratio"]) if item.get("energy_ratio") else None,
             oracle_share=float(item["latency_capture"]),
             oracle_match=float(item["match"]),
             unsafe=round(item["unsafe"] * item["requests"]),  # `train` gives the share
+            overhead_ms=overheads_ms.get(str(name).partition(",")[0]),
         )
         for name, item in held.items()
     ]
-    material.comparisons.append(Comparison(source, "held-out requests", str(content["reference"]), rows))
+    reference = str(content["reference"])
+    material.comparisons.append(Comparison(source, "held-out requests", reference, rows, "prompt groups"))
     for name, item in held.items():
         pairs = {(str(one["oracle"]), str(one["chosen"])): float(one["requests"]) for one in item["confusion"]}
         labels = sorted({label for pair in pairs for label in pair})

@@ -73,7 +73,9 @@ def policies(found: Comparison) -> DataTable:
     }
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     rows = [[row.name, *(cells[place] or UNKNOWN for cells in shown.values())] for place, row in enumerate(found.rows)]
-    caption = f"{found.setting}: ratios to {found.reference} [95 % interval over requests], from {found.source}."
+    caption = (
+        f"{found.setting}: ratios to {found.reference} [95 % interval over {found.resampled}], from {found.source}."
+    )
     return DataTable(f"Policies, {found.setting}", caption, ("policy", *shown), rows)
 
 

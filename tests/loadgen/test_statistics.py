@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from loadgen.statistics import difference_of_pairs, paired_bootstrap, percentile, summarise
+from loadgen.statistics import difference_of_pairs, grouped_bootstrap, paired_bootstrap, percentile, summarise
 
 
 def test_summary_of_a_known_sample() -> None:
@@ -48,3 +48,17 @@ def test_one_pair_has_no_spread() -> None:
 def test_pairs_that_make_no_ratio_are_refused(left: list[float], right: list[float]) -> None:
     with pytest.raises(ValueError, match="pair"):
         paired_bootstrap(left, right)
+
+
+def test_groups_are_resampled_whole_and_weighted() -> None:
+    """Values of one group repeat one another: a hundred of them tell no more than one does."""
+    found = grouped_bootstrap([1.0, 2.0, 4.0], [3.0, 1.0, 1.0], ["a", "b", "c"])
+    assert (found.estimate, found.pairs) == (pytest.approx(9 / 5), 3)
+    repeated = grouped_bootstrap([1.0, 2.0, 4.0] * 100, [3.0, 1.0, 1.0] * 100, ["a", "b", "c"] * 100)
+    assert repeated == pytest.approx(found)
+    assert 1.0 <= found.low < found.estimate < found.high <= 4.0
+    alone = grouped_bootstrap([1.0, 3.0], [1.0, 1.0], ["a", "a"])
+    assert (alone.estimate, alone.low, alone.pairs) == (2.0, -math.inf, 1)
+    assert alone.as_json() == {"estimate": 2.0, "low": None, "high": None, "pairs": 1}
+    with pytest.raises(ValueError, match="in 1 groups"):
+        grouped_bootstrap([1.0, 2.0], [1.0, 1.0], ["a"])

@@ -238,6 +238,23 @@ def test_the_papers_table_is_eleven_points_with_605_requests() -> None:
     assert judge("x", data, data.labels(Constraints()), Constraints()).latency_capture == pytest.approx(1)
 
 
+def test_energy_is_compared_where_every_mode_has_joules(tmp_path: Path) -> None:
+    """Prompts are resampled, not the requests that repeat them."""
+    found = rows()
+    found[0]["modes"]["int8"]["energy_j"] = None
+    data = read_training(write(tmp_path / "t.jsonl", found), "fp16")
+    by_mode = static_choices(data, Constraints())
+    int8, gptq = by_mode["always int8"], by_mode["always gptq"]
+    assert int8.energy_ratio == pytest.approx((0.8, 0.8, 0.8, 30))
+    assert gptq.energy_ratio is not None
+    ratios = [item["modes"]["gptq"]["energy_j"] / 10.0 for item in found[1:]]
+    assert gptq.energy_ratio.estimate == pytest.approx(sum(ratios) / 59)
+    assert gptq.energy_ratio.low < gptq.energy_ratio.estimate < gptq.energy_ratio.high
+    assert gptq.speedup_interval.low < gptq.speedup < gptq.speedup_interval.high
+    without = read_training(write(tmp_path / "t.jsonl", rows(energy=False)), "fp16")
+    assert static_choices(without, Constraints())["oracle"].energy_ratio is None
+
+
 def test_twins_are_counted() -> None:
     assert twins([(1.0, 2.0)], [(1.0, 2.0), (2.0, 1.0)]) == 1
 

@@ -3,6 +3,7 @@ import pytest
 
 from loadgen.report.load_figures import _in_flight, _power_w
 from loadgen.report.material import Estimate, Served
+from loadgen.report.policy_figures import _rests_on
 
 
 def test_an_estimate_the_other_way_round_swaps_its_ends() -> None:
@@ -34,3 +35,16 @@ def test_power_and_load_in_time() -> None:
     assert _power_w(requests, times_s) == pytest.approx([4.0, 5.0, 1.0, 0.0])
     assert _in_flight(requests[:2], times_s) == pytest.approx([1, 2, 1, 0])
     assert _power_w([], times_s) == pytest.approx([0, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([Estimate(2.0, n=1), None], "One measurement each: no interval"),
+        ([Estimate(2.0)], "the results have none"),
+        ([None], "the results have none"),
+        ([Estimate(2.0, 1.0, 3.0, 9), Estimate(1.0, n=1), Estimate(2.0, 1.0, 3.0, 12)], "n = 9 to 12 prompt groups"),
+    ],
+)
+def test_a_caption_says_what_its_intervals_are_of(values: list[Estimate | None], words: str) -> None:
+    assert words in _rests_on(values, "prompt groups")

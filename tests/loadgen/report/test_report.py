@@ -14,6 +14,7 @@ from loadgen.quality_gate import Limits
 from loadgen.quality_report import Measured, all_evidence, summary
 from loadgen.questioning import Answered
 from loadgen.records import Outcome, RecordWriter, RequestRecord, read_records
+from loadgen.report.material import Estimate
 from tests.loadgen.conftest import finished, lines_in, serve
 from tests.loadgen.fake_modes import FakeApplication, four_engines
 from tests.loadgen.test_run import run as load
@@ -249,6 +250,48 @@ def test_a_training_shows_its_policies_and_what_the_trained_ones_confuse(tmp_pat
     page = page_in(tmp_path / "out")
     assert "<td>oracle</td><td>60</td><td>2.20</td><td>95 %</td><td>60 %</td><td>7</td>" in page
     assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"figure4_confusion_1", "figure5_policies_1"}
+
+
+def test_a_real_training_gives_intervals_and_the_time_of_a_decision(tmp_path: Path) -> None:
+    """Table 3 and figure 5 from what `train` writes, here of the paper's table."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("skl2onnx")
+    out = tmp_path / "results"
+    trained = CliRunner().invoke(make_app(), ["train", "--learner", "tree", "--no-confusion", "--out", str(out)])
+    assert trained.exit_code == 0, trained.output
+    code, words = report(out, "--out", tmp_path / "out")
+    assert code == 0, words
+    page = page_in(tmp_path / "out")
+    found = json.loads((out / "train.json").read_text())
+    tree, p50_us = found["held"]["tree, live signals too"], found["exported"]["tree"]["p50_us"]
+    speedup, energy = (Estimate.read(tree[name]).words for name in ("speedup_interval", "energy_ratio"))
+    assert "[" in speedup
+    assert f"<td>tree, live signals too</td><td>605</td><td>{speedup}</td><td>{energy}</td>" in page
+    assert f"<td>{p50_us / 1000:.3g}</td>" in page.split("tree, live signals too")[1].split("</tr>")[0]
+    assert "95 % bootstrap intervals over n = 11 prompt groups each" in page
+    assert "One measurement each" not in page
+
+
+def test_the_oracle_of_a_comparison_is_one_of_its_policies(tmp_path: Path) -> None:
+    """Each request in the mode that was fastest for it: speed-ups of 4 and 2, of 1 where the reference was."""
+    latencies_ms = {"static:fp16": (400.0, 400.0, 400.0), "static:gptq": (100.0, 200.0, 500.0), "cost": (400.0,) * 3}
+    joules = {"static:fp16": (10.0, 10.0, 10.0), "static:gptq": (5.0, None, 2.0), "cost": (10.0,) * 3}
+    requests = []
+    for policy in latencies_ms:
+        for index, (took_ms, spent) in enumerate(zip(latencies_ms[policy], joules[policy], strict=True)):
+            row = {"policy": policy, "class": "short", "tag": "none", "mode": policy.removeprefix("static:")}
+            row |= {"rate": "light", "round": 0, "index": index, "status": "ok", "started_s": 0.5 * index}
+            row |= {"latency_ms": took_ms, "ttft_ms": 9.0, "energy_j": spent, "output_tokens": 24}
+            requests.append(row)
+    content = {"command": "compare", "policies": list(latencies_ms), "requests": requests}
+    write(tmp_path / "results" / "compare.json", content)
+    code, words = report(tmp_path / "results", "--out", tmp_path / "out")
+    assert code == 0, words
+    cells = page_in(tmp_path / "out").split("<td>hindsight oracle</td>")[1].split("</tr>")[0]
+    shown = re.findall("<td>(.*?)</td>", cells)
+    assert (shown[0], shown[1], shown[2].split()[0]) == ("3", "unknown", "2.00")
+    assert shown[3].split()[0] == "0.71", "the geometric mean of 5/10 and 10/10; one is unknown"
+    assert shown[4] == "100 %"
 
 
 def test_one_round_has_no_interval(tmp_path: Path) -> None:
