@@ -103,6 +103,10 @@ class FakeApplication:
     policies: list[str | None] = field(default_factory=list)
     fail_after: int | None = None
     ignores_policies: bool = False
+    chooses: dict[str, str] = field(default_factory=dict)
+    """Modes by policy; all others choose the first engine's."""
+    stand_ins: dict[str, str] = field(default_factory=dict)
+    """Policies that decide in place of others."""
     resets: int = 0
     told: dict[str, Body] = field(default_factory=dict)
     """Energy by request, for its record."""
@@ -170,7 +174,7 @@ class FakeApplication:
         if self.fail_after is not None and len(self.policies) > self.fail_after:
             return web.json_response({"error": {"message": "overloaded", "code": "overloaded"}}, status=503)
         body: Body = await request.json()
-        mode = body["model"].partition(":")[2] or (policy or "").removeprefix("static:")
+        mode = body["model"].partition(":")[2] or self.chooses.get(policy or "", (policy or "").removeprefix("static:"))
         if mode not in {name for engine in self.engines for name in engine.modes}:
             mode = self.engines[0].modes[0]
         engine = self.engine_of(mode)
@@ -182,6 +186,9 @@ class FakeApplication:
             energy = {"joules": joules, "method": "modelled", "scope": "box", "status": "final"}
             self.told[name] = energy
             extras = {"energy": energy} if "energy" in include else {}
+        if "decision" in include and policy is not None:
+            stood_in = self.stand_ins.get(policy)
+            extras["decision"] = {"policy": stood_in or policy, "stands_in_for": policy if stood_in else None}
         if not body.get("stream"):
             return web.json_response({"choices": [{"message": {"content": "a"}}], "modeswitch": extras})
         headers = {"content-type": "text/event-stream", "x-modeswitch-mode": mode, "x-request-id": name}

@@ -139,6 +139,37 @@ async def test_the_command_end_to_end(model_folder: Path, tmp_path: Path) -> Non
     assert "Light load: cost takes" in " ".join(words.split())
 
 
+async def test_a_trained_policy_is_compared_beside_the_others(model_folder: Path, tmp_path: Path) -> None:
+    application = FakeApplication(four_engines(), chooses={"learned": "int8", "cost": "speculative"})
+    url = str((await serve(application.app())).make_url(""))
+    more = ("--policies", "learned,cost,static:fp16,static:int8", "--requests-light", "4", "--requests-saturating", "4")
+    with compare(url, model_folder, tmp_path, *more, "--rounds", "1") as process:
+        words = " ".join((await finished(process)).split())
+    assert process.returncode == 0, words
+    found = json.loads((tmp_path / "compare.json").read_text())
+    assert found["policies"] == ["learned", "cost", "static:fp16", "static:int8"]
+    assert {row["mode"] for row in found["requests"] if row["policy"] == "learned"} == {"int8"}
+    assert application.policies.count("learned") == 1 + 4 + 4, "a look at the server, and the two runs"
+    light = found["summary"]["light"]
+    assert light["policies"]["learned"]["requests"] == light["compared_requests"] == 4
+    assert light["policies"]["learned"]["modes"] == {"int8": 4}
+    best = light["best_static"]
+    assert light["against_best_static"]["learned"]["mean_ratio"]["pairs"] == 4
+    assert f"Light load: learned takes {light['policies']['learned']['mean_ms']:.0f} ms" in words
+    assert f"{best}, the best single mode" in words
+    rows = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
+    assert all(set(row["modes"]) == {"fp16", "int8"} for row in rows), "routers learn from fixed modes alone"
+
+
+async def test_a_policy_that_another_stands_in_for_is_not_compared(model_folder: Path, tmp_path: Path) -> None:
+    application = FakeApplication(four_engines(), stand_ins={"learned": "rules"})
+    url = str((await serve(application.app())).make_url(""))
+    with compare(url, model_folder, tmp_path, "--policies", "learned,static:fp16") as process:
+        words = " ".join((await finished(process)).split())
+    assert process.returncode == 2, words
+    assert "learned: the server decided by rules" in words
+
+
 async def test_an_interrupted_comparison_keeps_its_results(model_folder: Path, tmp_path: Path) -> None:
     url = str((await serve(FakeApplication(four_engines()).app())).make_url(""))
     with compare(url, model_folder, tmp_path, "--rounds", "50") as process:
