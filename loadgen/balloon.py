@@ -61,6 +61,9 @@ def hold(allocator: Allocator, share: float, lease: IO[str], told: IO[str]) -> i
     return 0
 
 
+ENDED_EARLY = "The balloon ended before the run did: memory was not held to the end."
+
+
 @dataclass(frozen=True, slots=True)
 class Balloon:
     """A balloon that holds memory, or did."""
@@ -72,6 +75,9 @@ class Balloon:
     def holds(self) -> bool:
         """False when its process ended before it was let go."""
         return self.process.returncode is None
+
+    def as_json(self, held_to_the_end: bool | None) -> dict[str, int | bool | None]:
+        return {"held_bytes": self.held_bytes, "held_to_the_end": held_to_the_end}
 
 
 @asynccontextmanager

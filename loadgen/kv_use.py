@@ -8,9 +8,15 @@ from app.routing.settings import RoutingSettings
 from loadgen.client import OpenAIClient
 from loadgen.server_facts import engines
 
+WORKLOAD = "memory_pressure"
+"""The workload that wants it."""
 _EVERY_S = 1.0
 PRESSURE = RoutingSettings().kv_pressure
 """From which routing takes memory for under pressure."""
+_ADVICE = (
+    f"pressure begins at {100 * PRESSURE:.0f} %. Give engines less (kv_cache_memory_bytes of engine_defaults in "
+    "serve_config.yaml), or send more at once."
+)
 
 
 @asynccontextmanager
@@ -45,6 +51,19 @@ def pressure_words(peaks: Mapping[str, float]) -> str | None:
         return None
     return (
         f"Memory was not short: the fullest KV cache, of {engine}, was {100 * peaks[engine]:.0f} % full at most, and "
-        f"pressure begins at {100 * PRESSURE:.0f} %. Give engines less (kv_cache_memory_bytes of engine_defaults in "
-        "serve_config.yaml), or send more at once."
+        f"{_ADVICE}"
+    )
+
+
+def pressure_words_of_each(peaks: Mapping[str, float | None]) -> str | None:
+    """The same of measurements that were each to be short of memory, by their names; None where all were."""
+    if peaks and all(peak is None for peak in peaks.values()):
+        return pressure_words({})
+    found = [
+        f"{name} ({'unknown' if peak is None else f'{100 * peak:.0f} %'})"
+        for name, peak in peaks.items()
+        if peak is None or peak < PRESSURE
+    ]
+    return (
+        f"Memory was not short, by the fullest that the KV cache was: {', '.join(found)}; {_ADVICE}" if found else None
     )

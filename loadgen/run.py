@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 
 from loadgen.arrivals import RATE_SCHEDULES, Replayed
-from loadgen.balloon import Balloon, BalloonRefused, balloon
+from loadgen.balloon import ENDED_EARLY, Balloon, BalloonRefused, balloon
 from loadgen.client import OpenAIClient, ServerFault
 from loadgen.console import results_console
 from loadgen.energy_facts import EnergySource
 from loadgen.interruption import EXIT_INTERRUPTED, run_interruptible
-from loadgen.kv_use import pressure_words, watched_kv_use
+from loadgen.kv_use import WORKLOAD, pressure_words, watched_kv_use
 from loadgen.options import ApiKey, finite
 from loadgen.prompts import ChatTokenizer, PromptError, PromptMaker
 from loadgen.records import OutputUnwritable, RecordWriter, RequestRecord, rewrite_records
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def wants_pressure(self) -> bool:
-        return self.trace is None and "memory_pressure" in self.mixture.parts
+        return self.trace is None and WORKLOAD in self.mixture.parts
 
 
 @dataclasses.dataclass(slots=True)
@@ -192,9 +192,7 @@ def _report(plan: Plan, manner: Manner, slo: Slo, found: Found, interrupted: boo
         "energy": {"method": found.energy.method, "scope": found.energy.scope},
         "peak_memory_bytes": found.peak_memory_bytes,
         "kv_use_peak": found.kv_use or None,
-        "balloon": None
-        if found.balloon is None
-        else {"held_bytes": found.balloon.held_bytes, "held_to_the_end": found.balloon_held},
+        "balloon": found.balloon and found.balloon.as_json(found.balloon_held),
         "engines": found.engines,
     }
     if any(record.energy_j is not None for record in progress.records):
@@ -208,7 +206,7 @@ def _warnings(plan: Plan, found: Found, interrupted: bool) -> list[str]:
     """What keeps the figures from being what was asked for."""
     words = []
     if found.balloon_held is False:
-        words.append("The balloon ended before the run did: memory was not held to the end.")
+        words.append(ENDED_EARLY)
     if plan.wants_pressure and not interrupted and (kv := pressure_words(found.kv_use)) is not None:
         words.append(kv)
     return words

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from loadgen.balloon import BalloonRefused, balloon
 from loadgen.calibration_plan import Engine
 from loadgen.calibration_trials import Calibrator
 from loadgen.client import OpenAIClient, ServerFault
@@ -32,7 +33,7 @@ from loadgen.server_facts import (
 from loadgen.servers import write_json
 from loadgen.sweep_interference import BUDGET_SHARE, Interference, measure_interference
 from loadgen.sweep_plan import Cell, Results, Stopping, next_round
-from loadgen.sweep_report import Found, rows_of, summary_of, tables_of, words_of
+from loadgen.sweep_report import Found, rows_of, summary_of, tables_of, warnings_of, words_of
 from loadgen.sweep_trials import SweepTrials
 from loadgen.workloads import WORKLOADS
 
@@ -51,6 +52,7 @@ class Options:
     budget_s: float
     exact_output: bool
     interference: bool
+    balloon_share: float | None
     out: Path
     seed: int
 
@@ -67,6 +69,9 @@ async def _measure(options: Options, found: Found, console: Console) -> None:
         found.energy = EnergySource(await tells_energy(client, model_name(served, options.reference)))
         with console.status("what is served, and the memory bandwidth of this machine"):
             by_mode = await _engines_by_mode(options, client, found)
+        if options.balloon_share is not None:
+            with console.status("the balloon takes its memory"):
+                found.balloon = await stack.enter_async_context(balloon(options.balloon_share))
         trials = SweepTrials(
             client,
             served,
@@ -121,6 +126,7 @@ async def _rounds(options: Options, found: Found, trials: SweepTrials, deadline:
                 return "the budget of time ended"
             await trials.cell(cell, order, number, console)
         found.states = await engines(trials.client)
+        found.balloon_held = None if found.balloon is None else found.balloon.holds
         _write(options, found)
         number += 1
     return "every interval is narrow enough" if number < options.stopping.max_rounds else "the rounds ended"
@@ -138,6 +144,8 @@ def _report(options: Options, found: Found, console: Console) -> None:
         console.print(table)
     for sentence in words_of(found, rows):
         console.print(sentence, markup=False)
+    for warning in warnings_of(found, rows):
+        console.print(warning, style="yellow", markup=False)
     for failure in found.failures:
         console.print(f"left out: {failure}", style="yellow", markup=False)
     console.print(f"{options.out / 'sweep.json'} and {options.out / 'requests.jsonl'} hold the figures.", markup=False)
@@ -171,6 +179,10 @@ def register(app: typer.Typer) -> None:
         ] = 1800.0,
         exact_output: Annotated[bool, typer.Option(help="Send vLLM's ignore_eos.")] = True,
         interference: Annotated[bool, typer.Option(help="At the end, time each pair of engines at once.")] = True,
+        balloon_share: Annotated[
+            float | None,
+            typer.Option(callback=finite, min=0.01, max=0.95, help="Hold this share of the GPU's memory meanwhile."),
+        ] = None,
         out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results/sweep"),
         seed: int = 0,
     ) -> None:
@@ -192,6 +204,7 @@ def register(app: typer.Typer) -> None:
             budget_s,
             exact_output,
             interference,
+            balloon_share,
             out,
             seed,
         )
@@ -199,7 +212,7 @@ def register(app: typer.Typer) -> None:
         try:
             interrupted = run_interruptible(_measure(options, found, console))
             _report(options, found, console)
-        except (ServerFault, NothingServed, PromptError, OutputUnwritable) as error:
+        except (BalloonRefused, ServerFault, NothingServed, PromptError, OutputUnwritable) as error:
             console.print(f"sweep: {error}", style="red", markup=False)
             raise typer.Exit(2) from error
         if interrupted:

@@ -24,6 +24,7 @@ class TrialResult:
     bandwidth_share: decode steps per s as a part of what reading the weights allows; of one stream only.
     rouge_l, same_text: ROUGE-L F to the reference mode's greedy text for the same prompt, and the part of prompts whose
     texts are the very same, both 0 to 1; None where prompts differed, and for the reference itself.
+    kv_use: the fullest that the KV cache of the mode's engine was, 0 to 1; watched where memory is to be short.
     """
 
     latency_ms: float
@@ -34,6 +35,7 @@ class TrialResult:
     bandwidth_share: float | None = None
     rouge_l: float | None = None
     same_text: float | None = None
+    kv_use: float | None = None
 
 
 Quantity = Callable[[TrialResult], float | None]

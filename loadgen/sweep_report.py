@@ -6,9 +6,11 @@ from typing import Any
 
 from rich.table import Table
 
+from loadgen.balloon import ENDED_EARLY, Balloon
 from loadgen.decode_limit import DecodeLimit
 from loadgen.energy_by_mode import MODELLED
 from loadgen.energy_facts import EnergySource
+from loadgen.kv_use import WORKLOAD, pressure_words_of_each
 from loadgen.quality_gate import mean_interval
 from loadgen.statistics import Interval, summarise
 from loadgen.sweep_interference import Interference
@@ -35,6 +37,9 @@ class Found:
     """By mode."""
     states: Sequence[Mapping[str, Any]] | None = None
     interference: Interference | None = None
+    balloon: Balloon | None = None
+    balloon_held: bool | None = None
+    """Whether it still held its memory when the last round ended."""
 
     @property
     def failures(self) -> list[str]:
@@ -61,6 +66,7 @@ def summary_of(found: Found, rows: Sequence[Row], options: Mapping[str, Any]) ->
         "energy": {"method": energy and energy.method, "scope": energy and energy.scope},
         "decode_limits": {mode: limit.as_json() for mode, limit in found.limits.items()},
         "interference": None if found.interference is None else found.interference.as_json(),
+        "balloon": found.balloon and found.balloon.as_json(found.balloon_held),
         "failures": found.failures,
         "engines": found.states,
     }
@@ -82,6 +88,7 @@ def rows_of(found: Found) -> list[Row]:
             limit = found.limits.get(mode)
             row["limit_steps_per_s"] = limit.steps_per_s if limit and cell.concurrency == 1 else None
             row["peak_memory_bytes"] = found.peak_memory_bytes(mode)
+            row["kv_use_peak"] = max(results.values(cell, mode, lambda trial: trial.kv_use), default=None)
             rows.append(row)
     return rows
 
@@ -121,6 +128,7 @@ def tables_of(found: Found, rows: Sequence[Row]) -> list[Table]:
                 "J/token": lambda row: _figure(row["j_per_token"]["median"]),
                 "J/token ratio": lambda row: _ratio(row["j_per_token"]) or UNKNOWN,
                 "peak MiB": lambda row: _figure(row["peak_memory_bytes"], 1 / _MIB, ".0f"),
+                **({"fullest KV": _kv_use} if any(row["kv_use_peak"] is not None for row in rows) else {}),
             },
         ),
     ]
@@ -135,6 +143,10 @@ def tables_of(found: Found, rows: Sequence[Row]) -> list[Table]:
     if found.interference is not None and found.interference.seen:
         tables.append(found.interference.table())
     return tables
+
+
+def _kv_use(row: Row) -> str:
+    return "" if row["workload"] != WORKLOAD else _figure(row["kv_use_peak"], 100, ".0f", " %")
 
 
 def _limit_table(found: Found, rows: Sequence[Row]) -> Table:
@@ -178,6 +190,15 @@ def _mean(quantity: Row) -> str:
 
 def _figure(value: float | None, scale: float = 1.0, form: str = ".3g", unit: str = "") -> str:
     return UNKNOWN if value is None else f"{scale * value:{form}}{unit}"
+
+
+def warnings_of(found: Found, rows: Sequence[Row]) -> list[str]:
+    """What keeps the figures from being what was asked for."""
+    words = [ENDED_EARLY] if found.balloon_held is False else []
+    pressed = {f"{row['mode']} x {row['concurrency']}": row for row in rows if row["workload"] == WORKLOAD}
+    if (kv := pressure_words_of_each({name: row["kv_use_peak"] for name, row in pressed.items()})) is not None:
+        words.append(f"{WORKLOAD}: {kv}")
+    return words
 
 
 def words_of(found: Found, rows: Sequence[Row]) -> list[str]:

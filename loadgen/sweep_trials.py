@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from loadgen.decode_limit import DecodeLimit
 from loadgen.energy_by_mode import Spent, j_per_token
 from loadgen.energy_facts import EnergySource
 from loadgen.fitting import accepted_per_step
+from loadgen.kv_use import WORKLOAD, watched_kv_use
 from loadgen.prompts import PromptMaker
 from loadgen.questioning import rouge_l
 from loadgen.records import RecordWriter, RequestRecord
@@ -29,6 +31,8 @@ from loadgen.workloads import WORKLOADS
 _REQUESTS_PER_STREAM = 2
 _WARMUP = -1
 _WARMUP_FIRST = 10**6
+_WATCHED_S = 0.25
+"""How often KV caches are looked at: a trial may be over in a second."""
 _SETTLE_S = 2.0
 """A request's joules are settled one to two seconds after its end."""
 
@@ -119,10 +123,15 @@ class SweepTrials:
         load = LoadRun(self.client, items, manner, self.writer, warmup=number < 0)
         engine = self.engines.get(mode)
         before = await read_counters(self.client, engine) if engine else Counters()
-        await load.go(ClosedLoop(cell.concurrency))
+        async with AsyncExitStack() as watching:
+            watched = cell.workload == WORKLOAD and engine is not None
+            kv_use = await watching.enter_async_context(watched_kv_use(self.client, _WATCHED_S)) if watched else {}
+            await load.go(ClosedLoop(cell.concurrency))
         spent = (await read_counters(self.client, engine) if engine else Counters()).since(before)
         records = load.progress.records
         result = read_trial(records, load.progress.wall_s)
+        if engine:
+            result = dataclasses.replace(result, kv_use=kv_use.get(engine.name))
         if engine and cell.concurrency == 1:
             accepted = accepted_per_step(spent.generated, spent.accepted, len(records)) if engine.speculative else 0.0
             share = self._bandwidth_share(mode, result.between_tokens_ms, accepted)

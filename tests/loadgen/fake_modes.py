@@ -32,6 +32,8 @@ class FakeEngine:
     slowdown: float = 1.5  # while any other engine is active
     accepted: int | None = None  # draft tokens per step where the output repeats the prompt
     joules_per_token: float | None = None
+    kv_use: float | None = None
+    """Of its KV cache while it has work; None is not told."""
     model: str = "tiny-model"
     """The folder of its weights."""
     generation_tokens: int = 0
@@ -81,6 +83,7 @@ class FakeEngine:
             "generation_tokens": self.generation_tokens,
             "accepted_tokens": self.accepted_tokens,
             "draft_tokens": self.accepted_tokens,
+            "kv_cache_usage": self.kv_use if self.kv_use is None or self.jobs else 0.0,
             "peak_memory_bytes": 1000 + len(self.name),
             "engine_args": {"max_model_len": 2048, "model": self.model},
             "env": {"OMP_NUM_THREADS": "1"},

@@ -3,7 +3,7 @@ import asyncio
 from aiohttp import web
 
 from loadgen.client import OpenAIClient
-from loadgen.kv_use import PRESSURE, pressure_words, watched_kv_use
+from loadgen.kv_use import PRESSURE, pressure_words, pressure_words_of_each, watched_kv_use
 from tests.loadgen.conftest import serve
 
 
@@ -41,3 +41,13 @@ def test_too_little_pressure_names_the_setting() -> None:
     assert "int8, was 31 % full" in words
     assert "kv_cache_memory_bytes" in words
     assert pressure_words({"fp16": 0.12, "int8": PRESSURE}) is None
+
+
+def test_each_measurement_is_to_be_short_of_memory() -> None:
+    assert pressure_words_of_each({}) is None
+    assert pressure_words_of_each({"fp16": PRESSURE, "int8": 1.0}) is None
+    words = pressure_words_of_each({"fp16": PRESSURE, "int8": 0.31, "gptq": None})
+    assert words is not None
+    assert "int8 (31 %), gptq (unknown)" in words
+    assert "fp16" not in words
+    assert pressure_words_of_each({"fp16": None}) == pressure_words({})

@@ -230,3 +230,32 @@ async def test_interference_does_not_outlast_the_budget(model_folder: Path, tmp_
     found = json.loads((tmp_path / "sweep.json").read_text())
     assert found["rows"], "the first round is made whole"
     assert found["interference"] == {"ended": "the budget of time ended", "rows": [], "failures": []}
+
+
+async def test_memory_pressure_is_watched_in_each_trial(model_folder: Path, tmp_path: Path) -> None:
+    fp16, int8, _ = engines = fast_engines(tmp_path)
+    fp16.kv_use, int8.kv_use = 0.97, 0.31
+    url = str((await serve(FakeApplication(engines).app())).make_url(""))
+    more = ("--workload", "memory_pressure", "--concurrency", "1", "--max-rounds", "1", "--no-interference")
+    with sweep(url, model_folder, tmp_path, *more) as process:
+        words = " ".join((await finished(process)).split())
+    assert process.returncode == 0, words
+    found = json.loads((tmp_path / "sweep.json").read_text())
+    uses = {(row["workload"], row["mode"]): row["kv_use_peak"] for row in found["rows"]}
+    assert {use for (workload, _), use in uses.items() if workload == "ss"} == {None}, "nothing was to be short there"
+    pressed = {mode: use for (workload, mode), use in uses.items() if workload == "memory_pressure"}
+    assert pressed == {"fp16": 0.97, "prefix_caching": 0.97, "int8": 0.31, "speculative": None}
+    assert "KV cache was: int8 x 1 (31 %), speculative x 1 (unknown); pressure begins at" in words
+    assert "kv_cache_memory_bytes" in words
+    assert found["balloon"] is None
+
+
+async def test_a_balloon_that_cannot_be_is_refused_before_the_sweep(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with sweep(await application(), model_folder, tmp_path, "--balloon-share", "0.3") as process:
+        words = " ".join((await finished(process)).split())
+    assert process.returncode == 2, words
+    assert "no CUDA device on this machine" in words or "needs PyTorch" in words
+    assert (tmp_path / "requests.jsonl").read_text() == ""
