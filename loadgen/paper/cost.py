@@ -164,12 +164,11 @@ def _mode_profile(tables: PaperTables, mode: ModeInfo) -> dict[str, Any]:
         content |= {"prefill_j": _prefill(families, outputs, joules, step_j), "decode_j_per_token": [(1, step_j)]}
     mathematics = [name for name, family in families.items() if family.mathematics and outputs[name] > 1]
     if mode.speculative and mathematics:
-        curve = dict(prefill_ms)
-        accepted = [
-            step_ms / ((latency_ms(name) - first_ms) / (outputs[name] - 1)) - 1
-            for name in mathematics
-            for first_ms in [float(np.interp(families[name].prompt_tokens, list(curve), list(curve.values())))]
-        ]
+        lengths, firsts_ms = [tokens for tokens, _ in prefill_ms], [first_ms for _, first_ms in prefill_ms]
+        accepted = []
+        for name in mathematics:
+            first_ms = float(np.interp(families[name].prompt_tokens, lengths, firsts_ms))
+            accepted.append(step_ms * (outputs[name] - 1) / (latency_ms(name) - first_ms) - 1)
         content["speculation"] = {"accepted_per_step": {Tag.MATHEMATICS.value: max(0.0, mean(accepted))}}
     return content
 
