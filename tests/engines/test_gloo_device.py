@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 _GROUPS = """
-import sys, tempfile
+import sys, tempfile, time
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,9 +14,15 @@ import torch.distributed as dist
 from app.engines.gloo_device import register
 
 
-def device_threads():
-    names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return names.count("gloo_tcp_loop")
+def device_threads(at_least):
+    # A thread has its name once it runs.
+    until_s = time.monotonic() + 30
+    while True:
+        names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        found = names.count("gloo_tcp_loop")
+        if found >= at_least or time.monotonic() > until_s:
+            return found
+        time.sleep(0.01)
 
 
 if sys.argv[1] == "shared":
@@ -25,7 +31,7 @@ if sys.argv[1] == "shared":
 with tempfile.NamedTemporaryFile() as store:
     dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
     groups = [dist.new_group([0], backend="gloo", timeout=timedelta(seconds=5)) for _ in range(3)]
-    print(device_threads())
+    print(device_threads(int(sys.argv[2])))
     dist.destroy_process_group(groups[0])
     sums = torch.ones(2)
     dist.all_reduce(sums, group=groups[1])
@@ -35,14 +41,14 @@ with tempfile.NamedTemporaryFile() as store:
 """
 
 
-def _device_threads(how: str) -> int:
-    done = subprocess.run([sys.executable, "-c", _GROUPS, how], capture_output=True, text=True, check=True, timeout=120)
-    return int(done.stdout)
+def _device_threads(how: str, at_least: int) -> int:
+    command = [sys.executable, "-c", _GROUPS, how, str(at_least)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
 
 
 def test_all_groups_share_one_device_and_outlive_each_other() -> None:
-    assert _device_threads("shared") == 1
+    assert _device_threads("shared", 1) == 1
 
 
 def test_torch_alone_makes_one_for_each_group() -> None:
-    assert _device_threads("alone") == 4
+    assert _device_threads("alone", 4) == 4
