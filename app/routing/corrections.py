@@ -24,6 +24,8 @@ HALF_LIFE_S = 1800.0
 PRIOR_SAMPLES = 5.0
 """Samples that the wider estimate counts for: a tag's against its engine's, an engine's against the other engines'."""
 MAX_EFFECTIVE_SAMPLES = 50.0
+_SURPRISE = log(2.5)
+"""A single request, however odd, counts for no more: the first one in an engine takes ten times as long as the next."""
 UNSEEN = "*"
 """The name under which the factor of engines without a sample stands."""
 
@@ -82,8 +84,9 @@ class Corrections:
         """
         if not (0 < observed_ms < inf and 0 < predicted_ms < inf):
             return
-        # A single request, however odd, counts for no more than the bounds.
-        log_ratio = min(log(HIGHEST_FACTOR), max(log(LOWEST_FACTOR), log(observed_ms) - log(predicted_ms)))
+        expected = log(engine_correction(self._factors, engine))
+        log_ratio = _within(log(observed_ms) - log(predicted_ms), expected - _SURPRISE, expected + _SURPRISE)
+        log_ratio = _within(log_ratio, log(LOWEST_FACTOR), log(HIGHEST_FACTOR))
         tags = self._tags.setdefault(engine, {})
         self._engines.setdefault(engine, _LogRatio(now_s)).add(log_ratio, now_s)
         tags.setdefault(correction_key(engine, tag), _LogRatio(now_s)).add(log_ratio, now_s)
@@ -98,6 +101,10 @@ class Corrections:
             for key, of_tag in self._tags[engine].items():
                 factors[key] = exp(of_tag.leaning_on(wide))
         return factors
+
+
+def _within(value: float, low: float, high: float) -> float:
+    return min(high, max(low, value))
 
 
 def _faster(log_ratios: Iterable[float]) -> float:
