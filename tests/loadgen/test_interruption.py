@@ -30,6 +30,17 @@ def test_a_failure_among_tasks_that_run_together_is_one_failure() -> None:
     assert run_interruptible(asyncio.sleep(0)) is False
 
 
+async def interrupted(program: str) -> tuple[int, str]:
+    """Exit status and words of a program that gets Ctrl-C once it has printed that it has begun."""
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        assert await asyncio.to_thread(process.stdout.readline) == "begun\n"
+        process.send_signal(signal.SIGINT)
+        words = await finished(process)
+    return process.returncode, words
+
+
 async def test_a_second_ctrl_c_does_not_cost_what_the_first_kept() -> None:
     program = """
         import asyncio, os, signal
@@ -43,13 +54,7 @@ async def test_a_second_ctrl_c_does_not_cost_what_the_first_kept() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         print("written", interrupted, flush=True)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        assert await asyncio.to_thread(process.stdout.readline) == "begun\n"
-        process.send_signal(signal.SIGINT)
-        words = await finished(process)
-    assert (process.returncode, words) == (0, "written True\n")
+    assert await interrupted(program) == (0, "written True\n")
 
 
 def test_processes_that_are_started_without_ctrl_c_outlive_it() -> None:
@@ -85,13 +90,7 @@ async def test_a_second_ctrl_c_outside_of_a_loop_is_ignored_too() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             print("written", flush=True)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        assert await asyncio.to_thread(process.stdout.readline) == "begun\n"
-        process.send_signal(signal.SIGINT)
-        words = await finished(process)
-    assert (process.returncode, words) == (0, "written\n")
+    assert await interrupted(program) == (0, "written\n")
 
 
 def test_ctrl_c_before_a_command_begins_is_no_crash(tmp_path_factory: pytest.TempPathFactory) -> None:
