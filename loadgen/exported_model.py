@@ -1,7 +1,6 @@
 """A trained router as the controller will have it: written, read back, compared with the estimator, and timed."""
 
 import hashlib
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,18 +9,17 @@ from msgspec.structs import replace
 from rich.table import Table
 
 from app.controller.trained_model import OnnxPredictor
-from app.routing.features import NO_WISHES, RequestFeatures
+from app.routing.features import NO_WISHES
 from app.routing.mode_info import ModeInfo
-from app.routing.policies.base import Policy
 from app.routing.policies.learned import LearnedPolicy
 from app.routing.settings import RoutingSettings
 from app.routing.snapshot import EngineView, Snapshot
+from loadgen.decision_bench import percentiles
 from loadgen.learners import Fitted, export
-from loadgen.statistics import percentile
 from loadgen.training_data import Dataset
 
 DECISION_MAX_US = 100.0
-_WARM_UP, _TIMED_DECISIONS = 200, 3000
+_TIMED_DECISIONS = 3000
 _COMPARED_ROWS = 500
 
 
@@ -62,23 +60,12 @@ def write_model(path: Path, fitted: Fitted, data: Dataset, *, model: str, hardwa
     policy = LearnedPolicy(predictor, modes, RoutingSettings(), None, model=model, hardware=hardware)
     snapshot = Snapshot(engines={name: EngineView(engine=name) for name in data.modes})
     requests = [replace(example.features, wishes=NO_WISHES) for example in data.examples]
-    taken_us = time_decisions(policy, requests, snapshot)
-    return Exported(path, len(content), percentile(taken_us, 50), percentile(taken_us, 99), sum(same) / len(same))
+    taken = percentiles(lambda n: policy.decide(requests[n % len(requests)], snapshot), _TIMED_DECISIONS)
+    return Exported(path, len(content), taken["p50_us"], taken["p99_us"], sum(same) / len(same))
 
 
 def _first(scores: Sequence[float], modes: Sequence[str]) -> str:
     return min(zip(scores, modes, strict=True))[1]
-
-
-def time_decisions(policy: Policy, requests: Sequence[RequestFeatures], snapshot: Snapshot) -> list[float]:
-    """Microseconds of each of many whole decisions, after some to warm up."""
-    taken = []
-    for index in range(_WARM_UP + _TIMED_DECISIONS):
-        features = requests[index % len(requests)]
-        start = time.perf_counter_ns()
-        policy.decide(features, snapshot)
-        taken.append((time.perf_counter_ns() - start) / 1000)
-    return taken[_WARM_UP:]
 
 
 def exported_table(found: Mapping[str, Exported]) -> Table:
