@@ -14,14 +14,12 @@ from statistics import fmean
 import numpy as np
 
 from app.routing.profile import GateOutcome, QualityEvidence
-from loadgen.statistics import Floats, Interval, paired_bootstrap
+from loadgen.statistics import Z_95, Floats, Interval, paired_bootstrap, wilson
 
 ACCURACY = "accuracy_points"
 KL = "kl_nats_per_token"
 GENERATED_KL = "generated_kl_nats_per_token"
 """The same of the mode's own answers, the ones to repeated prompts where it reuses prefixes."""
-
-_Z_95 = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +153,12 @@ def judge(low: float, high: float, bound: float) -> GateOutcome:
     return GateOutcome.FAIL if high <= bound else GateOutcome.INSUFFICIENT
 
 
-def wilson_low(right: int, total: int, z: float = _Z_95) -> float:
+def wilson_low(right: int, total: int, z: float = Z_95) -> float:
     """Lower end of Wilson's interval of a share."""
-    share, square = right / total, z * z / total
-    return (share + square / 2 - z * sqrt(share * (1 - share) / total + square / (4 * total))) / (1 + square)
+    return wilson(right / total, total, z)[0]
 
 
-def paired_difference(gained: int, lost: int, total: int, z: float = _Z_95) -> tuple[float, float, float]:
+def paired_difference(gained: int, lost: int, total: int, z: float = Z_95) -> tuple[float, float, float]:
     """(gained - lost) / total with Tango's score interval.
 
     A bootstrap would call a handful of pairs that all agree certain; this interval stays as wide as their number

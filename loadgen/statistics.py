@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Z_95 = 1.959964
+"""A normal distribution has 95 % of its probability within so many standard deviations."""
 
 
 class Interval(NamedTuple):
@@ -37,6 +39,13 @@ class Summary(NamedTuple):
     p95: float
     p99: float
     largest: float
+
+
+def wilson(share: float, n: int, z: float = Z_95) -> tuple[float, float]:
+    """Wilson's interval of a share (0 to 1) of n."""
+    square = z * z / n
+    middle, half_width = share + square / 2, z * math.sqrt(share * (1 - share) / n + square / (4 * n))
+    return (middle - half_width) / (1 + square), (middle + half_width) / (1 + square)
 
 
 def total(values: Iterable[float | None]) -> float | None:

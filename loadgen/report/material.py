@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+from loadgen.statistics import wilson
+
 
 class Estimate(NamedTuple):
     """A figure with its 95 % interval and what it rests on; None where that is not known."""
@@ -27,10 +29,8 @@ class Estimate(NamedTuple):
         """A share of n questions with Wilson's 95 % interval, all in percent. Raises ValueError for what is none."""
         if not (0 <= percent <= 100 and n > 0):
             raise ValueError(f"{percent} % of {n} questions is no share")
-        z, share = 1.96, percent / 100
-        middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-        half_width = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-        return cls(percent, 100 * (middle - half_width), 100 * (middle + half_width), n)
+        low, high = wilson(percent / 100, n)
+        return cls(percent, 100 * low, 100 * high, n)
 
     @property
     def inverse(self) -> "Estimate":
